@@ -1,0 +1,195 @@
+"""What each command does: its data for `--json`, and how it is shown to a person.
+
+Heavy imports are inside the functions: `rebm recipes` should not wait for torch.
+"""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from rich.console import Console
+
+from residual_ebm.config import Recipe
+from residual_ebm.errors import UserError
+from residual_ebm.progress import TerminalProgress
+from residual_ebm.recipe_file import load_recipe, recipe_names
+
+
+@dataclass(frozen=True)
+class Output:
+    data: Any
+    show: Callable[[], None]
+
+
+def _lines(data: Any, lines: list[str]) -> Output:
+    return Output(data, lambda: print("\n".join(lines)))
+
+
+def recipes() -> Output:
+    loaded = [load_recipe(name) for name in recipe_names()]
+    data = [{"name": recipe.name, "description": recipe.description} for recipe in loaded]
+    return _lines(data, [f"{recipe.name:12} {recipe.description}" for recipe in loaded])
+
+
+def _recipe_and_folder(recipe: str, overrides: list[str], out: Path | None) -> tuple[Recipe, Path]:
+    loaded = load_recipe(recipe, overrides)
+    return loaded, out or Path("runs") / loaded.name
+
+
+def run(recipe: str, overrides: list[str], out: Path | None) -> Output:
+    loaded, folder = _recipe_and_folder(recipe, overrides, out)
+    from residual_ebm.files.run_directory import open_run
+    from residual_ebm.stages.pipeline import run_all
+
+    with open_run(folder, loaded) as run_dir:
+        data = run_all(loaded, run_dir, TerminalProgress())
+    return Output(data, lambda: _show_results(data, folder))
+
+
+def stage(stage: str, recipe: str, overrides: list[str], out: Path | None) -> Output:
+    loaded, folder = _recipe_and_folder(recipe, overrides, out)
+    from residual_ebm.files.run_directory import open_run
+    from residual_ebm.stages.pipeline import STAGES
+
+    with open_run(folder, loaded) as run_dir, run_dir.timed(stage):
+        STAGES[stage](loaded, run_dir, TerminalProgress())
+    return _lines({"stage": stage, "run": str(folder)}, [f"{stage}: done in {folder}"])
+
+
+def _show_results(data: dict[str, Any], folder: Path) -> None:
+    from residual_ebm.report.table import print_results
+
+    print_results(data, Console())
+    prompt = data["examples"][0]["prefix"] if data["examples"] else "..."
+    print(f'\nTry: rebm generate {folder} --prompt "{prompt}"')
+
+
+def results(run: Path) -> Output:
+    from residual_ebm.files.run_directory import RunDirectory
+    from residual_ebm.files.storage import read_json
+
+    run_dir = RunDirectory(run)
+    run_dir.recipe()
+    data = read_json(run_dir.results)
+    return Output(data, lambda: _show_results(data, run))
+
+
+def status(run: Path) -> Output:
+    from residual_ebm.files.run_directory import RunDirectory
+    from residual_ebm.stages.pipeline import progress_of
+
+    run_dir = RunDirectory(run)
+    data = progress_of(run_dir.recipe(), run_dir)
+    return _lines(data, [f"{entry['state']:12} {entry['what']}" for entry in data])
+
+
+def generate(
+    run: Path,
+    energy: str | None,
+    prompt: str,
+    num_proposals: int,
+    num_tokens: int | None,
+    top_k: int | None,
+    top_p: float | None,
+    seed: int,
+    all: bool,
+) -> Output:
+    from residual_ebm.models.joint import JointModel
+
+    joint = JointModel.from_pretrained(run, energy)
+    sample = joint.sample(
+        prompt, num_proposals, num_tokens=num_tokens, top_k=top_k, top_p=top_p, seed=seed
+    )
+    data: dict[str, Any] = {
+        "text": sample.text,
+        "ids": sample.ids_T.tolist(),
+        "energy": sample.energy,
+        "lm_log_prob": sample.lm_log_prob,
+        "effective_sample_size": sample.effective_sample_size,
+        "num_proposals": sample.num_proposals,
+        "target": sample.target,
+        "flags": sample.flags,
+    }
+    lines = [
+        sample.text,
+        f"  energy {sample.energy:+.3f}, lm_log_prob {sample.lm_log_prob:.3f}, effective sample"
+        f" size {sample.effective_sample_size:.1f} of {num_proposals}, target {sample.target}",
+        *(f"  flag: {flag}" for flag in sample.flags),
+    ]
+    if all:
+        data["proposals"] = _scored_set(joint, sample.scored)
+        ranked = sorted(data["proposals"], key=lambda entry: entry["energy"])
+        lines += [
+            f"{entry['energy']:+9.3f} {entry['lm_log_prob']:9.3f}  {entry['text']}"
+            for entry in ranked
+        ]
+    return _lines(data, lines)
+
+
+def _scored_set(joint: Any, scored: Any) -> list[dict[str, Any]]:
+    proposals = scored.proposals
+    return [
+        {
+            "text": joint.decode(proposals.ids_NT[number, : proposals.length_N[number]]),
+            "energy": float(scored.energy_N[number]),
+            "lm_log_prob": float(proposals.log_prob_N[number]),
+        }
+        for number in range(len(scored.energy_N))
+    ]
+
+
+def score(run: Path, energy: str | None, text: str, num_samples: int | None, seed: int) -> Output:
+    from residual_ebm.files.corpus import read_documents
+    from residual_ebm.models.joint import JointModel
+    from residual_ebm.stages.evaluate import plain_numbers
+
+    documents = read_documents(text).documents
+    joint = JointModel.from_pretrained(run, energy)
+    texts = [document.text for document in documents]
+    blocks = joint.blocks_of(texts)
+    lm_log_prob_P, energy_P = joint.score(blocks)
+    passages = [
+        {
+            "document": documents[int(blocks.document_B[number])].name,
+            "num_tokens": int(blocks.length_B[number]) - joint.block.prefix_length,
+            "lm_log_prob": float(lm_log_prob_P[number]),
+            "energy": float(energy_P[number]),
+        }
+        for number in range(len(blocks))
+    ]
+    data: dict[str, Any] = {"passages": passages}
+    lines = [f"{'lm_log_prob':>12} {'energy':>9}  document"]
+    lines += [f"{p['lm_log_prob']:12.3f} {p['energy']:+9.3f}  {p['document']}" for p in passages]
+    if num_samples is not None:
+        report = joint.perplexity(texts, num_samples, seed=seed)
+        data["perplexity"] = plain_numbers(report)
+        base, estimate = report.base, report.joint
+        lines += [
+            f"perplexity of {report.num_prefixes} passages: P_LM {base.value:.3f}, joint"
+            f" {estimate.lower:.3f}-{estimate.upper:.3f} (n = {num_samples}, effective sample size"
+            f" {estimate.effective_sample_size:.0f})",
+            *(f"  flag: {flag}" for flag in report.flags),
+        ]
+    return _lines(data, lines)
+
+
+def gap(run: Path, energy: str | None, num_passages: int) -> Output:
+    from residual_ebm.files.run_directory import RunDirectory
+    from residual_ebm.stages.gap import gap_report
+
+    if num_passages < 0:
+        raise UserError("num_passages", num_passages, "ask for 0 or more")
+    data = gap_report(RunDirectory(run), energy, num_passages)
+    interval = data["interval"]
+    shown = "?" if interval["low"] is None else f"{interval['low']:.3f} to {interval['high']:.3f}"
+    lines = [
+        f"{data['language_model']} is at least {data['gap']:.3f} nats a passage away from the test"
+        f" text (95 % interval {shown}), by the energy {data['energy']}.",
+        "KL(data || P_LM) >= E_data[-E] - log Z; upper estimate of log Z, n ="
+        f" {data['num_samples']}, {data['num_prefixes']} passages.",
+        *(f"  flag: {flag}" for flag in data["flags"]),
+    ]
+    for passage in data["passages"]:
+        lines.append(f"{passage['gap']:+8.3f}  {passage['prefix']} | {passage['continuation']}")
+    return _lines(data, lines)

@@ -1,0 +1,296 @@
+"""The recipe: one closed, typed file that says everything about a run.
+
+Closed: a key that does not exist is an error naming it and the nearest right one. Typed: a value of
+the wrong kind is an error naming the field and the value. Complete: the resolved recipe, with every
+default written out, is saved in the run directory and is enough to run it again.
+"""
+
+import difflib
+import re
+from collections.abc import Sequence
+from typing import Annotated, Any, Literal, Self
+
+import yaml
+from pydantic import (
+    AfterValidator,
+    BaseModel,
+    ConfigDict,
+    Field,
+    model_validator,
+)
+from pydantic_core import PydanticCustomError
+
+Precision = Literal["float32", "bfloat16"]
+ContinuationMode = Literal["fixed", "until_end"]
+EnergyKind = Literal["unit", "bit", "heat"]
+
+SCRATCH = "scratch"
+
+
+def refusal(remedy: str, *, at: str | None = None, value: object = None) -> PydanticCustomError:
+    """A fault found by a check of ours; `at` is the field below the section that was checked."""
+    context = {"remedy": remedy, "at": at, "value": value}
+    return PydanticCustomError("refused", "{remedy}", context)
+
+
+def _check_file_name(name: str) -> str:
+    if not re.fullmatch(r"[A-Za-z0-9][A-Za-z0-9._-]*", name):
+        raise refusal("names a folder: use letters, digits, '.', '_' and '-', e.g. base-lm")
+    return name
+
+
+Name = Annotated[str, AfterValidator(_check_file_name)]
+Count = Annotated[int, Field(ge=1)]
+Fraction = Annotated[float, Field(ge=0, le=1)]
+
+
+class Section(BaseModel):
+    """A part of the recipe; unknown keys are refused with the nearest known one."""
+
+    model_config = ConfigDict(extra="forbid", frozen=True, strict=True)
+
+    @model_validator(mode="before")
+    @classmethod
+    def _refuse_unknown_keys(cls, data: Any) -> Any:
+        if isinstance(data, dict):
+            for key in data:
+                if key not in cls.model_fields:
+                    raise refusal(_nearest(str(key), cls), at=str(key), value=data[key])
+        return data
+
+
+def _nearest(key: str, section: type[BaseModel]) -> str:
+    close = difflib.get_close_matches(key, section.model_fields, n=1, cutoff=0.4)
+    known = ", ".join(section.model_fields)
+    return f"unknown key; did you mean {close[0]}?" if close else f"unknown key; known are {known}"
+
+
+class SplitConfig(Section):
+    """Fractions of documents. `energy` documents train energies and are hidden from the LM."""
+
+    train: Fraction
+    energy: Fraction = 0.0
+    validation: Fraction
+    test: Fraction
+
+    @model_validator(mode="after")
+    def _add_up(self) -> Self:
+        total = self.train + self.energy + self.validation + self.test
+        if abs(total - 1) > 1e-6:
+            raise refusal("the shares must add up to 1", value=f"{total:g} in all")
+        for name in ("train", "validation", "test"):
+            if getattr(self, name) == 0:
+                raise refusal("give it a share above 0", at=name, value=0)
+        return self
+
+
+class CorpusConfig(Section):
+    path: str  # a file, a folder, hf:NAME, grammar:NAME
+    text_column: str = "text"
+    num_generated: Annotated[int, Field(ge=0)] = 0  # documents drawn from grammar:NAME
+    max_documents: Count | None = None
+    split: SplitConfig
+
+
+class TokenizerConfig(Section):
+    source: str = SCRATCH  # or a hub name, or a folder
+    kind: Literal["word", "bpe"] = "bpe"
+    vocab_size: Annotated[int, Field(ge=8)] = 8192
+
+
+class BlockConfig(Section):
+    prefix_length: Count
+    length: Annotated[int, Field(ge=2)]
+    continuation: ContinuationMode = "fixed"
+
+    @property
+    def num_new_tokens(self) -> int:
+        return self.length - self.prefix_length
+
+    @model_validator(mode="after")
+    def _has_continuation(self) -> Self:
+        if self.length <= self.prefix_length:
+            raise refusal(
+                f"leaves no continuation after a prefix of {self.prefix_length}; make it larger"
+                " than block.prefix_length",
+                at="length",
+                value=self.length,
+            )
+        return self
+
+
+class TrainingConfig(Section):
+    """Adam with warm-up and cosine decay to zero, gradient clipping, best checkpoint kept."""
+
+    steps: Count
+    batch_size: Count
+    learning_rate: Annotated[float, Field(gt=0)]
+    warmup_steps: Annotated[int, Field(ge=0)] = 0
+    max_grad_norm: Annotated[float, Field(gt=0)] = 1.0
+    weight_decay: Annotated[float, Field(ge=0)] = 0.0
+    adam_betas: tuple[float, float] = (0.9, 0.98)
+    precision: Precision = "bfloat16"  # autocast; the weights themselves stay in float32
+    validate_every: Count
+    checkpoint_every: Count
+    patience: Count | None = None  # validations without improvement before stopping early
+
+    @model_validator(mode="before")
+    @classmethod
+    def _betas_are_a_pair(cls, data: Any) -> Any:
+        if isinstance(data, dict) and isinstance(data.get("adam_betas"), list):
+            data = {**data, "adam_betas": tuple(data["adam_betas"])}
+        return data
+
+
+class LanguageModelConfig(Section):
+    """`source: scratch` with an architecture, or a pretrained one, trained further or as it is."""
+
+    name: Name
+    source: str = SCRATCH
+    architecture: dict[str, Any] | None = None  # transformers' model_type and its arguments
+    training: TrainingConfig | None = None
+
+    @model_validator(mode="after")
+    def _scratch_needs_both(self) -> Self:
+        _check_scratch(self.source, self.architecture, self.training)
+        return self
+
+
+class EncoderConfig(Section):
+    """A bidirectional encoder trained by masked-language modelling on the training split."""
+
+    name: Name
+    architecture: dict[str, Any]
+    tokenizer: TokenizerConfig | None = None  # none: the language model's own
+    mask_probability: Annotated[float, Field(gt=0, lt=1)] = 0.15
+    training: TrainingConfig
+
+
+def _check_scratch(source: str, architecture: object, training: object) -> None:
+    for name, section in (("architecture", architecture), ("training", training)):
+        if source == SCRATCH and section is None:
+            raise refusal("source: scratch needs this section; add it", at=name, value="(missing)")
+    if source != SCRATCH and architecture is not None:
+        raise refusal(f"comes with {source}; remove it", at="architecture", value="{...}")
+
+
+class HeadConfig(Section):
+    """Size of HeaT's bidirectional network."""
+
+    hidden_size: Count = 128
+    num_layers: Count = 2
+    num_heads: Count = 4
+    dropout: Annotated[float, Field(ge=0, lt=1)] = 0.1
+
+
+class EnergyConfig(Section):
+    """`source`: lm:NAME for unit; encoder:NAME, a hub name or a folder for bit; none for heat."""
+
+    name: Name
+    kind: EnergyKind
+    language_model: str | None = None  # the P_LM it corrects; none: the recipe's first
+    source: str | None = None
+    head: HeadConfig | None = None
+    negatives_per_positive: Count = 1
+    training: TrainingConfig
+
+    @model_validator(mode="after")
+    def _source_fits_kind(self) -> Self:
+        if self.kind == "heat" and self.source is not None:
+            raise refusal(
+                "heat reads its language model; remove it", at="source", value=self.source
+            )
+        scheme = (self.source or "").partition(":")[0]
+        needed = {"unit": "lm:NAME", "bit": "encoder:NAME", "heat": ""}[self.kind]
+        if self.kind != "heat" and (
+            self.source is None or scheme in {"lm", "encoder"} - {needed.partition(":")[0]}
+        ):
+            raise refusal(
+                f"{self.kind} starts from {needed}, a hub name or a folder",
+                at="source",
+                value=self.source,
+            )
+        if self.kind != "heat" and self.head is not None:
+            raise refusal(f"{self.kind} has none; remove it", at="head", value="{...}")
+        return self
+
+
+class SamplingConfig(Section):
+    """Chunk sizes belong to the recipe: batch shape changes the last bits of bfloat16."""
+
+    chunk_size: Count = 512  # rows decoded together
+    chunks_per_shard: Count = 8
+
+
+class NegativesConfig(SamplingConfig):
+    num_prefixes: Count
+    num_validation_prefixes: Count
+    samples_per_prefix: Count
+
+
+class ProposalsConfig(SamplingConfig):
+    num_validation_prefixes: Count
+    num_test_prefixes: Count
+    num_samples: Annotated[int, Field(ge=8)]  # n/4 must leave two for the leave-one-out estimate
+
+
+class EvaluationConfig(Section):
+    batch_size: Count = 64
+    bootstrap_resamples: Count = 2000
+    fit_energy_scale: bool = True
+    num_examples: Annotated[int, Field(ge=0)] = 3
+
+
+class Recipe(Section):
+    name: Name
+    description: str
+    seed: Annotated[int, Field(ge=0)] = 0
+    device: Literal["auto", "cpu", "cuda"] = "auto"
+    threads: Count = 2
+    precision: Precision = "bfloat16"  # the type that samples is the type that scores
+    corpus: CorpusConfig
+    tokenizer: TokenizerConfig
+    block: BlockConfig
+    language_models: Annotated[list[LanguageModelConfig], Field(min_length=1)]
+    encoders: list[EncoderConfig] = []
+    energies: list[EnergyConfig] = []
+    negatives: NegativesConfig
+    proposals: ProposalsConfig
+    evaluation: EvaluationConfig = EvaluationConfig()
+
+    @model_validator(mode="after")
+    def _references_exist(self) -> Self:
+        for kind in ("language_models", "encoders", "energies"):
+            names = [entry.name for entry in getattr(self, kind)]
+            for name in names:
+                if names.count(name) > 1:
+                    raise refusal("is there twice; rename one", at=kind, value=name)
+        models = [model.name for model in self.language_models]
+        encoders = [encoder.name for encoder in self.encoders]
+        for energy in self.energies:
+            place = f"energies.{energy.name}"
+            _check_reference(f"{place}.language_model", energy.language_model, models)
+            scheme, _, target = (energy.source or "").partition(":")
+            if scheme == "lm":
+                _check_reference(f"{place}.source", target, models)
+            if scheme == "encoder":
+                _check_reference(f"{place}.source", target, encoders)
+        return self
+
+    def language_model_of(self, energy: EnergyConfig) -> str:
+        return energy.language_model or self.language_models[0].name
+
+    @property
+    def sampled_language_models(self) -> list[str]:
+        """The language models some energy corrects: those that draw negatives and proposals."""
+        used = {self.language_model_of(energy) for energy in self.energies}
+        return [model.name for model in self.language_models if model.name in used]
+
+    def to_yaml(self) -> str:
+        return yaml.safe_dump(self.model_dump(mode="json"), sort_keys=False, allow_unicode=True)
+
+
+def _check_reference(field: str, target: str | None, known: Sequence[str]) -> None:
+    if target is not None and target not in known:
+        there = ", ".join(known) or "none"
+        raise refusal(f"not in the recipe, which has {there}", at=field, value=target)

@@ -1,0 +1,1 @@
+"""Estimators: pure mathematics on tensors, without models or files."""

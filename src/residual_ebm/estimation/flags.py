@@ -1,0 +1,40 @@
+"""What a joint model's diagnostics say, in plain words (traps 7 and 8 of the design).
+
+A flag is a reason not to quote the number as it stands. No flags means that none of the known
+signs of trouble were seen, not that the number is right.
+"""
+
+from residual_ebm.estimation.perplexity import JointPerplexity
+
+# Shares of prefixes above which a sign of trouble is worth a sentence.
+_MANY = 0.1
+_STILL_MOVING = 0.25  # of the gain, between n/4 and n
+_FEW_EFFECTIVE = 0.02  # of n
+
+
+def flags(joint: JointPerplexity, base: float) -> list[str]:
+    """Sentences for a person; empty when nothing looks wrong."""
+    found = []
+    first, last = joint.bounds_at[0], joint.bounds_at[-1]
+    gain = base - joint.upper
+    moved = last.upper - first.upper
+    if moved > _STILL_MOVING * max(gain, 0.0) and moved > 1e-6 * base:
+        found.append(
+            f"still moving: the upper perplexity rose by {moved:.3g} from n = {first.num_samples}"
+            f" to {last.num_samples}, while the gain is {gain:.3g}; draw more proposals"
+        )
+    if joint.share_past_pareto_k > _MANY:
+        found.append(
+            f"heavy weights: for {joint.share_past_pareto_k:.0%} of prefixes k-hat is past its"
+            " threshold, so the bounds may be far off there; train the energy less or scale it down"
+        )
+    if joint.effective_sample_size < _FEW_EFFECTIVE * last.num_samples:
+        found.append(
+            f"few effective samples: {joint.effective_sample_size:.0f} of {last.num_samples}"
+        )
+    if joint.share_outweighed > _MANY:
+        found.append(
+            f"out of reach: for {joint.share_outweighed:.0%} of prefixes the real continuation"
+            " outweighs every proposal, so Z is probably too low and the perplexity flattered"
+        )
+    return found

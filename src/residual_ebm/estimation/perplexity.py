@@ -1,0 +1,164 @@
+"""Perplexity of P_LM and of the joint model on the same prefixes (section 3.2; traps 5 to 9).
+
+For each prefix: bounds of log Z, then bounds of log P = lm_log_prob - E - log Z; then, over all
+prefixes, perplexity = exp(-sum log P / sum tokens). The upper bound of log Z gives the upper
+perplexity. Few samples flatter, so the bounds come at n/4, n/2 and n, with diagnostics.
+
+Shapes: P prefixes, N samples of a prefix.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from residual_ebm.estimation.bootstrap import (
+    Interval,
+    bootstrap_difference,
+    bootstrap_mean,
+    bootstrap_perplexity,
+    perplexity,
+)
+from residual_ebm.estimation.importance import effective_sample_size, pareto_k, pareto_k_threshold
+from residual_ebm.estimation.partition import bounds_on_disjoint_subsets
+
+
+@dataclass(frozen=True)
+class Prefixes:
+    """What all models share: the same test prefixes and their real continuations."""
+
+    lm_log_prob_P: np.ndarray
+    num_tokens_P: np.ndarray
+    document_P: np.ndarray
+
+
+@dataclass(frozen=True)
+class PrefixSummary:
+    """What is kept of one prefix after its log-weights were read."""
+
+    log_weight: float  # of the real continuation
+    lower: dict[int, float]  # bounds of log Z, by number of samples
+    upper: dict[int, float]
+    effective_sample_size: float
+    pareto_k: float
+    outweighs: bool  # the real continuation has a larger weight than every proposal
+
+
+def sample_counts(num_samples: int) -> tuple[int, int, int]:
+    return num_samples // 4, num_samples // 2, num_samples
+
+
+def summarise_prefix(log_weight_N: Tensor, log_weight: float) -> PrefixSummary:
+    """Bounds and diagnostics of one prefix from its proposals' log-weights."""
+    log_weight_N = torch.as_tensor(log_weight_N, dtype=torch.float64)
+    lower, upper = {}, {}
+    for count in sample_counts(len(log_weight_N)):
+        bounds = bounds_on_disjoint_subsets(log_weight_N, count)
+        lower[count], upper[count] = float(bounds.lower), float(bounds.upper)
+    return PrefixSummary(
+        log_weight,
+        lower,
+        upper,
+        float(effective_sample_size(log_weight_N)),
+        pareto_k(log_weight_N),
+        bool(log_weight > log_weight_N.max()),
+    )
+
+
+@dataclass(frozen=True)
+class BoundsAt:
+    """Perplexity bounds with a certain number of samples for each prefix."""
+
+    num_samples: int
+    lower: float
+    upper: float
+
+
+@dataclass(frozen=True)
+class JointPerplexity:
+    """A joint model's row: an interval with everything needed to judge it."""
+
+    lower: float
+    upper: float
+    published: Interval  # 2.5 % bootstrap point of the lower to 97.5 % point of the upper
+    difference_from_base: Interval  # of the upper perplexity, paired, document bootstrap
+    bounds_at: list[BoundsAt]
+    effective_sample_size: float  # mean over prefixes
+    share_past_pareto_k: float
+    share_outweighed: float
+    log_partition_mean: float
+    log_partition_spread: float  # standard deviation over prefixes
+    gap: float  # mean of -E - upper log Z on real text: lower bound of KL(data || P_LM), in nats
+    gap_interval: Interval
+
+
+@dataclass(frozen=True)
+class BasePerplexity:
+    """A language model's row: exact, so only the documents make it uncertain."""
+
+    value: float
+    published: Interval
+
+
+def base_perplexity(prefixes: Prefixes, *, num_resamples: int, seed: int) -> BasePerplexity:
+    return BasePerplexity(
+        perplexity(prefixes.lm_log_prob_P, prefixes.num_tokens_P),
+        bootstrap_perplexity(
+            prefixes.lm_log_prob_P,
+            prefixes.num_tokens_P,
+            prefixes.document_P,
+            num_resamples=num_resamples,
+            seed=seed,
+        ),
+    )
+
+
+def joint_log_prob(
+    prefixes: Prefixes, summaries: Sequence[PrefixSummary], num_samples: int
+) -> tuple[np.ndarray, np.ndarray]:
+    """Bounds of log P(real continuation) of each prefix: from lower and from upper log Z."""
+    unnormalised_P = prefixes.lm_log_prob_P + np.array([s.log_weight for s in summaries])
+    from_lower_P = unnormalised_P - np.array([s.lower[num_samples] for s in summaries])
+    from_upper_P = unnormalised_P - np.array([s.upper[num_samples] for s in summaries])
+    return from_lower_P, from_upper_P
+
+
+def joint_perplexity(
+    prefixes: Prefixes, summaries: Sequence[PrefixSummary], *, num_resamples: int, seed: int
+) -> JointPerplexity:
+    """The row of one joint model; the same seed pairs it with every other row."""
+    tokens_P, document_P = prefixes.num_tokens_P, prefixes.document_P
+    counts = sorted(summaries[0].lower)
+    bounds_at = []
+    for count in counts:
+        from_lower_P, from_upper_P = joint_log_prob(prefixes, summaries, count)
+        bounds_at.append(
+            BoundsAt(count, perplexity(from_lower_P, tokens_P), perplexity(from_upper_P, tokens_P))
+        )
+    num_samples = counts[-1]
+    from_lower_P, from_upper_P = joint_log_prob(prefixes, summaries, num_samples)
+    resampling = {"num_resamples": num_resamples, "seed": seed}
+    low = bootstrap_perplexity(from_lower_P, tokens_P, document_P, **resampling).low
+    high = bootstrap_perplexity(from_upper_P, tokens_P, document_P, **resampling).high
+    gap_P = from_upper_P - prefixes.lm_log_prob_P
+    log_partition_P = np.array([summary.lower[num_samples] for summary in summaries])
+    threshold = pareto_k_threshold(num_samples)
+    return JointPerplexity(
+        lower=bounds_at[-1].lower,
+        upper=bounds_at[-1].upper,
+        published=Interval(low, high),
+        difference_from_base=bootstrap_difference(
+            from_upper_P, prefixes.lm_log_prob_P, tokens_P, document_P, **resampling
+        ),
+        bounds_at=bounds_at,
+        effective_sample_size=float(np.mean([s.effective_sample_size for s in summaries])),
+        # Not "> threshold" on its own: a k-hat that could not be fitted must not pass.
+        share_past_pareto_k=float(np.mean([not s.pareto_k <= threshold for s in summaries])),
+        share_outweighed=float(np.mean([s.outweighs for s in summaries])),
+        log_partition_mean=float(log_partition_P.mean()),
+        log_partition_spread=float(log_partition_P.std()),
+        gap=float(gap_P.mean()),
+        gap_interval=bootstrap_mean(gap_P, document_P, **resampling),
+    )

@@ -1,0 +1,1 @@
+"""Everything on disk: run directories, shards, corpora, blocks."""

@@ -1,0 +1,123 @@
+"""A run directory: where everything of one run lives, owned by one process at a time."""
+
+import fcntl
+import json
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+from residual_ebm.config import Recipe
+from residual_ebm.errors import UserError
+from residual_ebm.files.storage import (
+    disk_errors,
+    read_json,
+    remove_leftovers,
+    write_bytes,
+    write_json,
+)
+from residual_ebm.recipe_file import first_difference, load_recipe
+
+RECIPE = "recipe.yaml"
+
+
+class RunDirectory:
+    """Paths of a run, and the files that all stages share."""
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+        self.blocks = path / "blocks"
+        self.metrics = path / "metrics.jsonl"
+        self.results = path / "results.json"
+        self.tensorboard = path / "tensorboard"
+
+    def language_model(self, name: str) -> Path:
+        return self.path / "language_models" / name
+
+    def encoder(self, name: str) -> Path:
+        return self.path / "encoders" / name
+
+    def energy(self, name: str) -> Path:
+        return self.path / "energies" / name
+
+    def negatives(self, language_model: str, split: str) -> Path:
+        return self.path / "negatives" / language_model / split
+
+    def proposals(self, language_model: str, split: str) -> Path:
+        return self.path / "proposals" / language_model / split
+
+    def log_weights(self, energy: str, split: str) -> Path:
+        return self.path / "log_weights" / energy / split
+
+    def recipe(self) -> Recipe:
+        """The recipe this run was made by."""
+        path = self.path / RECIPE
+        if not path.is_file():
+            raise UserError(
+                "run", str(self.path), "is not a run directory; make one with `rebm run`"
+            )
+        return load_recipe(str(path))
+
+    def forget_metrics_after(self, stage: str, model: str, step: int) -> None:
+        """Drop lines that a killed run logged past its last checkpoint: they come again."""
+        if not self.metrics.exists():
+            return
+        kept = []
+        for line in self.metrics.read_text(encoding="utf-8").splitlines():
+            try:
+                entry = json.loads(line)
+            except ValueError:
+                continue  # the last line of a killed run may be half written
+            if (entry["stage"], entry["model"]) != (stage, model) or entry["step"] <= step:
+                kept.append(line)
+        write_bytes(self.metrics, "".join(f"{line}\n" for line in kept).encode())
+
+    def log_metrics(self, stage: str, model: str, step: int, values: dict[str, float]) -> None:
+        line = json.dumps({"stage": stage, "model": model, "step": step, **values})
+        with disk_errors(self.metrics), self.metrics.open("a", encoding="utf-8") as file:
+            file.write(line + "\n")
+
+    @contextmanager
+    def timed(self, stage: str) -> Iterator[None]:
+        """Add the time a stage took to timings.json; results never depend on it."""
+        start = time.monotonic()
+        yield
+        path = self.path / "timings.json"
+        timings: dict[str, Any] = read_json(path) if path.exists() else {}
+        timings[stage] = round(timings.get(stage, 0.0) + time.monotonic() - start, 3)
+        write_json(path, timings)
+
+
+@contextmanager
+def open_run(path: Path, recipe: Recipe) -> Iterator[RunDirectory]:
+    """Own the run directory of a recipe: create it, or go on with it if the recipe is the same."""
+    with disk_errors(path):
+        if path.exists() and not path.is_dir():
+            raise UserError("--out", str(path), "is a file; name a folder")
+        path.mkdir(parents=True, exist_ok=True)
+        lock = (path / ".lock").open("w")
+    with lock:
+        try:
+            # The kernel lets go of this lock when the process ends, however it ends.
+            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except OSError:
+            raise UserError(
+                "--out", str(path), "another process works here; wait for it or name another --out"
+            ) from None
+        run_dir = RunDirectory(path)
+        recipe_path = path / RECIPE
+        if recipe_path.exists():
+            difference = first_difference(run_dir.recipe(), recipe)
+            if difference:
+                raise UserError(
+                    "--out",
+                    str(path),
+                    f"was made by another recipe ({difference}); name another --out",
+                )
+        elif any(entry.name != ".lock" for entry in path.iterdir()):
+            raise UserError("--out", str(path), "holds other files; name an empty or new folder")
+        else:
+            write_bytes(recipe_path, recipe.to_yaml().encode())
+        remove_leftovers(path)
+        yield run_dir

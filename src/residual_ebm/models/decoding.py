@@ -1,0 +1,213 @@
+"""Many samples of one prefix (section 3.3; Algorithm 1, first line).
+
+The prefix goes through the network once and is shared by all its samples; what follows is written
+into buffers of fixed size. Tokens are drawn by inverse CDF from given uniforms, so a sample is a
+function of its key, and its log-probability is exactly that of the distribution it came from.
+
+Shapes: G prefixes, P tokens of a prefix, N = G x samples per prefix rows, C new tokens,
+V vocabulary, K chunks of the vocabulary, H attention heads, D head size.
+"""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+from transformers import Cache, DynamicCache, PreTrainedModel
+from transformers.cache_utils import DynamicLayer
+
+from residual_ebm.errors import UserError
+
+# Two levels of search: sums of this many neighbouring tokens, then the tokens of one chunk.
+_CHUNK = 256
+
+
+@dataclass(frozen=True)
+class Truncation:
+    """Which tokens may be drawn: the k likeliest, or the likeliest that hold p of the mass."""
+
+    top_k: int | None = None
+    top_p: float | None = None
+
+    def __post_init__(self) -> None:
+        if self.top_k is not None and self.top_k < 1:
+            raise UserError(
+                "top_k", self.top_k, "must be at least 1; leave it out to sample from P_LM itself"
+            )
+        if self.top_p is not None and not 0 < self.top_p <= 1:
+            raise UserError(
+                "top_p", self.top_p, "must be above 0 and at most 1; leave it out for P_LM itself"
+            )
+
+    def describe(self) -> dict[str, Any] | None:
+        """What a manifest keeps; None when nothing is cut off, so that the draws are from P_LM."""
+        set_fields = {"top_k": self.top_k, "top_p": None if self.top_p == 1 else self.top_p}
+        return {name: value for name, value in set_fields.items() if value is not None} or None
+
+
+UNTRUNCATED = Truncation()
+
+
+class Decoded(NamedTuple):
+    """New tokens, padded with end-of-text after the end; log-probs there are 0."""
+
+    ids_NC: Tensor
+    length_N: Tensor
+    log_prob_NC: Tensor  # log P_LM of each token
+    proposal_log_prob_NC: Tensor  # under the distribution it was drawn from
+
+
+def inverse_cdf(prob_NV: Tensor, uniform_N: Tensor) -> Tensor:
+    """The first token whose cumulative probability exceeds u; float64 sums, zero mass never drawn.
+
+    u = 0 gives the first token with mass, u = 1 the last: rounding cannot run off either end.
+    """
+    num_rows, vocabulary = prob_NV.shape
+    padding = -vocabulary % _CHUNK
+    if padding:
+        prob_NV = torch.nn.functional.pad(prob_NV, (0, padding))
+    prob_NKc = prob_NV.view(num_rows, -1, _CHUNK)
+    chunk_cdf_NK = prob_NKc.sum(-1, dtype=torch.float64).cumsum(-1)
+    total_N = chunk_cdf_NK[:, -1]
+    target_N = uniform_N.to(torch.float64) * total_N
+    chunk_N = _first_above(chunk_cdf_NK, target_N)
+    before_N = torch.where(
+        chunk_N > 0,
+        chunk_cdf_NK.gather(1, (chunk_N - 1).clamp(min=0)[:, None])[:, 0],
+        torch.zeros_like(total_N),
+    )
+    rows = torch.arange(num_rows, device=prob_NV.device)
+    cdf_Nc = prob_NKc[rows, chunk_N].cumsum(-1, dtype=torch.float64)
+    return chunk_N * _CHUNK + _first_above(cdf_Nc, target_N - before_N)
+
+
+def _first_above(cdf_NK: Tensor, target_N: Tensor) -> Tensor:
+    first_N = (cdf_NK <= target_N[:, None]).sum(-1)
+    last_with_mass_N = (cdf_NK < cdf_NK[:, -1:]).sum(-1)
+    return torch.minimum(first_N, last_with_mass_N)
+
+
+def truncate(log_prob_NV: Tensor, truncation: Truncation) -> Tensor:
+    """Log-probabilities of what may be drawn, normalised anew; -inf for the rest."""
+    kept_NV = log_prob_NV
+    if truncation.top_k is not None and truncation.top_k < log_prob_NV.shape[-1]:
+        value_NK, index_NK = kept_NV.topk(truncation.top_k, dim=-1)
+        kept_NV = torch.full_like(kept_NV, -torch.inf).scatter(-1, index_NK, value_NK)
+    if truncation.top_p is not None and truncation.top_p < 1:
+        kept_NV = kept_NV.log_softmax(-1)
+        sorted_NV, order_NV = kept_NV.sort(dim=-1, descending=True, stable=True)
+        # A token stays while the mass before it is below p: the one that crosses p is kept.
+        before_NV = sorted_NV.exp().cumsum(-1, dtype=torch.float64) - sorted_NV.exp()
+        sorted_NV = sorted_NV.masked_fill(before_NV >= truncation.top_p, -torch.inf)
+        kept_NV = torch.empty_like(kept_NV).scatter(-1, order_NV, sorted_NV)
+    return kept_NV.log_softmax(-1)
+
+
+def draw_token(
+    logits_NV: Tensor, uniform_N: Tensor, truncation: Truncation
+) -> tuple[Tensor, Tensor, Tensor]:
+    """A token for each row, its log-prob under P_LM, and under the truncated distribution."""
+    log_prob_NV = logits_NV.float().log_softmax(-1)
+    proposal_NV = log_prob_NV
+    if truncation.describe():
+        proposal_NV = truncate(log_prob_NV, truncation)
+    token_N = inverse_cdf(proposal_NV.exp(), uniform_N)
+    pick = token_N[:, None]
+    return token_N, log_prob_NV.gather(1, pick)[:, 0], proposal_NV.gather(1, pick)[:, 0]
+
+
+class _BufferLayer(DynamicLayer):
+    """Keys and values of one layer: the shared prefix once for each row, then room for C tokens."""
+
+    def __init__(self, prefix: DynamicLayer, samples_per_prefix: int, num_tokens: int) -> None:
+        super().__init__()
+        self.dtype, self.device = prefix.keys.dtype, prefix.keys.device
+        self._filled = prefix.keys.shape[-2]
+        self._buffers = [
+            self._spread(prefix_GHPD, samples_per_prefix, num_tokens)
+            for prefix_GHPD in (prefix.keys, prefix.values)
+        ]
+        self.is_initialized = True
+        self._show()
+
+    def _spread(self, prefix_GHPD: Tensor, samples_per_prefix: int, num_tokens: int) -> Tensor:
+        groups, heads, length, size = prefix_GHPD.shape
+        buffer = prefix_GHPD.new_empty(groups, samples_per_prefix, heads, length + num_tokens, size)
+        buffer[..., :length, :] = prefix_GHPD[:, None]
+        return buffer.view(groups * samples_per_prefix, heads, length + num_tokens, size)
+
+    def _show(self) -> None:
+        self.keys, self.values = (buffer[:, :, : self._filled] for buffer in self._buffers)
+
+    def update(
+        self, key_states: Tensor, value_states: Tensor, *_args: Any, **_kwargs: Any
+    ) -> tuple[Tensor, Tensor]:
+        end = self._filled + key_states.shape[-2]
+        for buffer, states in zip(self._buffers, (key_states, value_states), strict=True):
+            buffer[:, :, self._filled : end] = states
+        self._filled = end
+        self._show()
+        return self.keys, self.values
+
+
+@torch.inference_mode()
+def decode(
+    model: PreTrainedModel,
+    prefix_ids_GP: Tensor,
+    *,
+    samples_per_prefix: int,
+    num_tokens: int,
+    uniform_at: Callable[[int], Tensor],
+    truncation: Truncation = UNTRUNCATED,
+    end_of_text: int | None = None,
+    padding: int = 0,
+) -> Decoded:
+    """Draw continuations; `uniform_at(step)` gives the N uniforms of a step.
+
+    With `end_of_text`, a row that draws it is finished: the rest of the row is padding.
+    """
+    num_prefixes, prefix_length = prefix_ids_GP.shape
+    num_rows = num_prefixes * samples_per_prefix
+    device = prefix_ids_GP.device
+    prefix_cache = DynamicCache()
+    logits_GV = model(
+        prefix_ids_GP, past_key_values=prefix_cache, use_cache=True, logits_to_keep=1
+    ).logits[:, -1]
+    logits_NV = logits_GV.repeat_interleave(samples_per_prefix, dim=0)
+    # The last token is drawn but never read again, so it needs no room.
+    cache = Cache(
+        layers=[
+            _BufferLayer(layer, samples_per_prefix, num_tokens - 1) for layer in prefix_cache.layers
+        ]
+    )
+    del prefix_cache
+
+    ids_NC = torch.full((num_rows, num_tokens), padding, dtype=torch.int64, device=device)
+    log_prob_NC = torch.zeros(num_rows, num_tokens, device=device)
+    proposal_NC = torch.zeros_like(log_prob_NC)
+    length_N = torch.full((num_rows,), num_tokens, dtype=torch.int64, device=device)
+    running_N = torch.ones(num_rows, dtype=torch.bool, device=device)
+    for step in range(num_tokens):
+        if step > 0:
+            position = torch.full((1, 1), prefix_length + step - 1, device=device)
+            logits_NV = model(
+                ids_NC[:, step - 1 : step],
+                past_key_values=cache,
+                position_ids=position,
+                use_cache=True,
+                logits_to_keep=1,
+            ).logits[:, -1]
+        token_N, log_prob_N, proposal_N = draw_token(
+            logits_NV, uniform_at(step).to(device), truncation
+        )
+        ids_NC[:, step] = torch.where(running_N, token_N, padding)
+        log_prob_NC[:, step] = torch.where(running_N, log_prob_N, 0.0)
+        proposal_NC[:, step] = torch.where(running_N, proposal_N, 0.0)
+        if end_of_text is not None:
+            ended_N = running_N & (token_N == end_of_text)
+            length_N = torch.where(ended_N, step + 1, length_N)
+            running_N = running_N & ~ended_N
+            if not running_N.any():
+                break
+    return Decoded(ids_NC, length_N, log_prob_NC, proposal_NC)

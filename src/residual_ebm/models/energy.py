@@ -1,0 +1,172 @@
+"""E(block): an energy network with everything needed to apply it to blocks of the LM's ids.
+
+An energy belongs to the P_LM it was trained against: -E estimates log P_data - log P_LM, which
+means nothing for another P_LM. Its folder remembers that LM's fingerprint and loading checks it.
+
+Shapes: B blocks, T tokens of a block.
+"""
+
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any, cast
+
+import torch
+from safetensors.torch import load_file, save_file
+from torch import Tensor
+from transformers import AutoModel, PreTrainedModel, PreTrainedTokenizerFast
+
+from residual_ebm.config import ContinuationMode, EnergyKind, HeadConfig, Precision
+from residual_ebm.errors import UserError
+from residual_ebm.files.storage import check_manifest, new_folder, read_json, write_json
+from residual_ebm.models.device import DTYPES
+from residual_ebm.models.energy_inputs import TextBridge
+from residual_ebm.models.energy_networks import HeadEnergy, TransformerEnergy
+from residual_ebm.models.language_model import LanguageModel, continuation_mask
+from residual_ebm.models.loading import load_pretrained, load_tokenizer
+
+_INFO = "energy.json"
+_HEAD = "energy_head.safetensors"
+
+
+@dataclass(frozen=True)
+class EnergyInfo:
+    """What an energy was trained on; outside of it results are flagged or refused."""
+
+    name: str
+    kind: EnergyKind
+    language_model: str  # fingerprint
+    prefix_length: int
+    block_length: int
+    continuation: ContinuationMode
+    head: dict[str, Any] | None = None
+
+
+class EnergyModel:
+    """An energy over blocks of one language model's token ids; low is good."""
+
+    def __init__(
+        self,
+        network: TransformerEnergy | HeadEnergy,
+        info: EnergyInfo,
+        language_model: LanguageModel,
+        tokenizer: PreTrainedTokenizerFast | None = None,
+    ) -> None:
+        self.network = network.to(language_model.device).eval()
+        self.info = info
+        self.language_model = language_model
+        self.tokenizer = tokenizer
+        self._bridge: TextBridge | None = None
+        if isinstance(network, TransformerEnergy):
+            assert tokenizer is not None
+            self._bridge = TextBridge(
+                language_model.tokenizer, tokenizer, _context_length(network.backbone)
+            )
+
+    @classmethod
+    def from_backbone(
+        cls,
+        backbone: PreTrainedModel,
+        tokenizer: PreTrainedTokenizerFast,
+        info: EnergyInfo,
+        language_model: LanguageModel,
+    ) -> "EnergyModel":
+        """UniT from a causal backbone, BiT from a bidirectional one; the scalar layer is new."""
+        return cls(TransformerEnergy(backbone), info, language_model, tokenizer)
+
+    @classmethod
+    def new_head(
+        cls, head: HeadConfig, info: EnergyInfo, language_model: LanguageModel
+    ) -> "EnergyModel":
+        """HeaT on top of a language model."""
+        num_tokens = info.block_length - info.prefix_length
+        network = HeadEnergy(language_model.hidden_size, num_tokens, head)
+        return cls(network, info, language_model)
+
+    @classmethod
+    def from_pretrained(
+        cls, folder: str | Path, language_model: LanguageModel, *, precision: Precision = "bfloat16"
+    ) -> "EnergyModel":
+        """Load an energy for the language model it was trained against."""
+        folder = Path(folder)
+        if not (folder / _INFO).is_file():
+            raise UserError("energy", str(folder), f"is not an energy: it has no {_INFO}")
+        check_manifest(folder)
+        info = EnergyInfo(**read_json(folder / _INFO))
+        if info.language_model != language_model.fingerprint:
+            raise UserError(
+                "energy",
+                str(folder),
+                "was trained against another language model; -E means nothing for this one: load"
+                " the language model of the same run, or train the energy again",
+            )
+        if info.head is not None:
+            energy = cls.new_head(HeadConfig(**info.head), info, language_model)
+            energy.network.load_state_dict(load_file(folder / _HEAD))
+        else:
+            backbone = load_pretrained(AutoModel, str(folder), "energy", dtype=torch.float32)
+            tokenizer = load_tokenizer(str(folder), "energy")
+            energy = cls.from_backbone(backbone, tokenizer, info, language_model)
+            energy.network.scalar.load_state_dict(load_file(folder / _HEAD))
+        energy.network.to(DTYPES[precision])
+        return energy
+
+    def save_pretrained(self, folder: Path, training: dict[str, Any] | None = None) -> None:
+        """An ordinary Hugging Face checkpoint of the backbone, and the energy's own files;
+        `training` is what became of its training."""
+        with new_folder(folder) as temporary:
+            if isinstance(self.network, TransformerEnergy):
+                assert self.tokenizer is not None
+                self.network.backbone.save_pretrained(temporary)
+                self.tokenizer.save_pretrained(temporary)
+                weights = self.network.scalar.state_dict()
+            else:
+                weights = self.network.state_dict()
+            save_file(
+                {name: value.contiguous() for name, value in weights.items()}, temporary / _HEAD
+            )
+            write_json(temporary / _INFO, asdict(self.info))
+            write_json(temporary / "training.json", training or {})
+
+    @property
+    def num_parameters(self) -> int:
+        return sum(parameter.numel() for parameter in self.network.parameters())
+
+    def __call__(self, ids_BT: Tensor, length_B: Tensor | None = None) -> Tensor:
+        """Energies with their graph, for training; positives and negatives take this one path."""
+        device = self.language_model.device
+        if isinstance(self.network, HeadEnergy):
+            prefix_length = self._prefix_length(ids_BT)
+            features = self.language_model.features(ids_BT, prefix_length)
+            mask_BC = continuation_mask(ids_BT, prefix_length, length_B).to(device)
+            # Inference tensors may not be saved for backward: the LM is frozen, a copy is enough.
+            features = type(features)(*(feature.clone() for feature in features))
+            return cast(Tensor, self.network(features, mask_BC))
+        assert self._bridge is not None
+        inputs = self._bridge(ids_BT, length_B)
+        return cast(Tensor, self.network(type(inputs)(*(part.to(device) for part in inputs))))
+
+    def _prefix_length(self, ids_BT: Tensor) -> int:
+        """HeaT reads the last T - p tokens of a block, however long its prefix is."""
+        return ids_BT.shape[1] - (self.info.block_length - self.info.prefix_length)
+
+    @torch.inference_mode()
+    def energy(
+        self, ids_BT: Tensor, length_B: Tensor | None = None, *, batch_size: int = 64
+    ) -> Tensor:
+        """Energies of blocks, float32; `length_B` counts a block's tokens without padding."""
+        parts = []
+        for start in range(0, len(ids_BT), batch_size):
+            rows = slice(start, start + batch_size)
+            parts.append(self(ids_BT[rows], None if length_B is None else length_B[rows]).float())
+        return torch.cat(parts)
+
+
+def _context_length(backbone: PreTrainedModel) -> int | None:
+    length = getattr(backbone.config, "max_position_embeddings", None)
+    # RoBERTa's positions start after its padding index, so two of them are never used.
+    if length is not None and getattr(backbone.config, "model_type", "") in (
+        "roberta",
+        "xlm-roberta",
+    ):
+        length -= int(backbone.config.pad_token_id) + 1
+    return length

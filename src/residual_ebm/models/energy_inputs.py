@@ -1,0 +1,97 @@
+"""The bridge from blocks of the LM's ids to what an energy network reads (trap 3 of the design).
+
+Same vocabulary: the ids as they are. Different vocabularies: E is a function of the decoded text of
+the whole block, decoded once and encoded by the network's own tokenizer. Positives and negatives
+take this one path; sampled ids are never re-encoded in the LM's own vocabulary.
+
+Shapes: B blocks, T tokens of the LM, L tokens of the energy network.
+"""
+
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+from transformers import PreTrainedTokenizerFast
+
+from residual_ebm.errors import UserError
+
+
+class TextInputs(NamedTuple):
+    ids_BL: Tensor
+    mask_BL: Tensor  # 1 at tokens, 0 at padding
+
+
+def same_vocabulary(one: PreTrainedTokenizerFast, other: PreTrainedTokenizerFast) -> bool:
+    return bool(one.get_vocab() == other.get_vocab())
+
+
+def block_mask(ids_BT: Tensor, length_B: Tensor | None) -> Tensor:
+    if length_B is None:
+        return torch.ones_like(ids_BT)
+    return (torch.arange(ids_BT.shape[1])[None, :] < length_B.cpu()[:, None]).to(ids_BT.dtype)
+
+
+def decode_blocks(
+    tokenizer: PreTrainedTokenizerFast,
+    ids_BT: Tensor,
+    length_B: Tensor | None,
+    document_separator: str,
+) -> list[str]:
+    """The text of each block; end-of-text becomes the other tokenizer's own separator.
+
+    Left as it is, "<|endoftext|>" would be spelt out in a dozen pieces by a tokenizer that does not
+    know it; dropped, E could not see where a document ends.
+    """
+    end_of_text = int(tokenizer.eos_token_id)
+    texts = []
+    lengths = [ids_BT.shape[1]] * len(ids_BT) if length_B is None else length_B.tolist()
+    for ids, length in zip(ids_BT.tolist(), lengths, strict=True):
+        pieces: list[list[int]] = [[]]
+        for token in ids[:length]:
+            if token == end_of_text:
+                pieces.append([])
+            else:
+                pieces[-1].append(token)
+        texts.append(document_separator.join(_decode(tokenizer, piece) for piece in pieces))
+    return texts
+
+
+def _decode(tokenizer: PreTrainedTokenizerFast, ids: list[int]) -> str:
+    return str(tokenizer.decode(ids, clean_up_tokenization_spaces=False)) if ids else ""
+
+
+class TextBridge:
+    """Turns blocks of LM ids into ids and mask of an energy network with its own tokenizer."""
+
+    def __init__(
+        self,
+        language_model_tokenizer: PreTrainedTokenizerFast,
+        energy_tokenizer: PreTrainedTokenizerFast,
+        context_length: int | None,
+    ) -> None:
+        self._from = language_model_tokenizer
+        self._to = energy_tokenizer
+        self._context_length = context_length
+        self.same = same_vocabulary(language_model_tokenizer, energy_tokenizer)
+        self._separator = energy_tokenizer.sep_token or energy_tokenizer.eos_token or "\n\n"
+        padding = energy_tokenizer.pad_token_id
+        self._padding = 0 if padding is None else int(padding)
+
+    def __call__(self, ids_BT: Tensor, length_B: Tensor | None) -> TextInputs:
+        if self.same:
+            return TextInputs(ids_BT, block_mask(ids_BT, length_B))
+        texts = decode_blocks(self._from, ids_BT, length_B, self._separator)
+        encoded = self._to(texts, add_special_tokens=True)["input_ids"]
+        longest = max(len(ids) for ids in encoded)
+        if self._context_length is not None and longest > self._context_length:
+            raise UserError(
+                "block.length",
+                f"{longest} tokens of the energy's tokenizer",
+                f"the energy network reads at most {self._context_length}; use shorter blocks",
+            )
+        ids_BL = torch.full((len(encoded), longest), self._padding, dtype=torch.int64)
+        mask_BL = torch.zeros_like(ids_BL)
+        for row, ids in enumerate(encoded):
+            ids_BL[row, : len(ids)] = torch.tensor(ids)
+            mask_BL[row, : len(ids)] = 1
+        return TextInputs(ids_BL, mask_BL)

@@ -1,0 +1,101 @@
+"""The networks that compute an energy (section 4.1, and HeaT, which is ours).
+
+UniT and BiT: a transformer over the whole block, E = w . mean of its top hidden states + b; they
+differ in whether its attention is causal. HeaT: a small bidirectional network over what the frozen
+P_LM computes anyway for the continuation (hidden state, token embedding, log-prob, entropy).
+
+The last layer starts at zero, so an untrained energy is 0 and the joint model is P_LM itself.
+
+Shapes: B blocks, L tokens, H hidden size of a transformer, C tokens of a continuation, F features.
+"""
+
+import torch
+from torch import Tensor, nn
+from transformers import PreTrainedModel
+
+from residual_ebm.config import HeadConfig
+from residual_ebm.models.energy_inputs import TextInputs
+from residual_ebm.models.language_model import TokenFeatures
+
+
+def masked_mean(hidden_BLH: Tensor, mask_BL: Tensor) -> Tensor:
+    """Mean over tokens that are not padding, in float32."""
+    weight_BL1 = mask_BL[..., None].float()
+    return (hidden_BLH.float() * weight_BL1).sum(1) / weight_BL1.sum(1)
+
+
+def _scalar_layer(size: int) -> nn.Linear:
+    layer = nn.Linear(size, 1)
+    nn.init.zeros_(layer.weight)
+    nn.init.zeros_(layer.bias)
+    return layer
+
+
+class TransformerEnergy(nn.Module):
+    """UniT over a causal backbone, BiT over a bidirectional one."""
+
+    def __init__(self, backbone: PreTrainedModel) -> None:
+        super().__init__()
+        self.backbone = backbone
+        # BERT's own pooling layer reads the first token only; ours is the mean over all of them.
+        if getattr(backbone, "pooler", None) is not None:
+            backbone.pooler = None
+        self.scalar = _scalar_layer(int(backbone.config.hidden_size))
+
+    def forward(self, inputs: TextInputs) -> Tensor:
+        arguments = {"use_cache": False} if hasattr(self.backbone.config, "use_cache") else {}
+        hidden_BLH = self.backbone(
+            input_ids=inputs.ids_BL, attention_mask=inputs.mask_BL, **arguments
+        ).last_hidden_state
+        return _in_float32(self.scalar, masked_mean(hidden_BLH, inputs.mask_BL))
+
+
+class HeadEnergy(nn.Module):
+    """HeaT: reads a continuation through the eyes of P_LM, in both directions."""
+
+    def __init__(self, language_model_size: int, max_tokens: int, config: HeadConfig) -> None:
+        super().__init__()
+        size = config.hidden_size
+        self.hidden = nn.Sequential(
+            nn.LayerNorm(language_model_size), nn.Linear(language_model_size, size)
+        )
+        self.embedding = nn.Sequential(
+            nn.LayerNorm(language_model_size), nn.Linear(language_model_size, size)
+        )
+        self.scores = nn.Linear(2, size)
+        self.position = nn.Embedding(max_tokens, size)
+        layer = nn.TransformerEncoderLayer(
+            size,
+            config.num_heads,
+            dim_feedforward=4 * size,
+            dropout=config.dropout,
+            activation="gelu",
+            batch_first=True,
+            norm_first=True,
+        )
+        self.encoder = nn.TransformerEncoder(
+            layer, config.num_layers, norm=nn.LayerNorm(size), enable_nested_tensor=False
+        )
+        self.scalar = _scalar_layer(size)
+
+    def forward(self, features: TokenFeatures, mask_BC: Tensor) -> Tensor:
+        dtype = self.scores.weight.dtype
+        scores_BC2 = torch.stack([features.log_prob_BC, features.entropy_BC], dim=-1)
+        position_C = torch.arange(mask_BC.shape[1], device=mask_BC.device)
+        hidden_BCF = (
+            self.hidden(features.hidden_BCH.to(dtype))
+            + self.embedding(features.embedding_BCH.to(dtype))
+            + self.scores(scores_BC2.to(dtype))
+            + self.position(position_C)
+        )
+        hidden_BCF = self.encoder(hidden_BCF, src_key_padding_mask=~mask_BC)
+        return _in_float32(self.scalar, masked_mean(hidden_BCF, mask_BC))
+
+
+def _in_float32(layer: nn.Linear, pooled_BF: Tensor) -> Tensor:
+    """Energies are differences of large sums later on: the last product is not rounded."""
+    with torch.autocast(pooled_BF.device.type, enabled=False):
+        energy_B1 = nn.functional.linear(
+            pooled_BF.float(), layer.weight.float(), layer.bias.float()
+        )
+    return energy_B1[:, 0]

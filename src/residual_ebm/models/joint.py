@@ -1,0 +1,249 @@
+"""The joint model P(x | prefix) = P_LM(x | prefix) exp(-E(prefix, x)) / Z(prefix) (equation 2).
+
+Shapes: B blocks, T tokens of a block, N proposals.
+"""
+
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from residual_ebm.config import BlockConfig
+from residual_ebm.errors import UserError
+from residual_ebm.estimation.flags import flags
+from residual_ebm.estimation.importance import log_weight
+from residual_ebm.estimation.perplexity import (
+    BasePerplexity,
+    JointPerplexity,
+    Prefixes,
+    base_perplexity,
+    joint_perplexity,
+    summarise_prefix,
+)
+from residual_ebm.files.blocks import Blocks, cut_blocks
+from residual_ebm.files.run_directory import RunDirectory
+from residual_ebm.files.storage import read_json
+from residual_ebm.models.device import use_recipe_threads
+from residual_ebm.models.energy import EnergyModel
+from residual_ebm.models.language_model import LanguageModel
+from residual_ebm.models.samplers import ScoredSet
+from residual_ebm.randomness import derive_seed
+
+_BOOTSTRAP_RESAMPLES = 2000
+
+
+@dataclass(frozen=True)
+class JointSample:
+    """One draw, with what a reader needs to trust it."""
+
+    text: str
+    ids_T: Tensor
+    energy: float
+    lm_log_prob: float
+    effective_sample_size: float
+    num_proposals: int
+    target: str
+    flags: list[str]
+    scored: ScoredSet
+
+
+@dataclass(frozen=True)
+class PerplexityReport:
+    """Perplexity of some texts under P_LM and under the joint model."""
+
+    base: BasePerplexity
+    joint: JointPerplexity
+    num_prefixes: int
+    num_samples: int
+    flags: list[str]
+
+
+class JointModel:
+    """A language model and an energy trained against it."""
+
+    def __init__(self, language_model: LanguageModel, energy_model: EnergyModel) -> None:
+        self.language_model = language_model
+        self.energy_model = energy_model
+        info = energy_model.info
+        self.block = BlockConfig(
+            prefix_length=info.prefix_length,
+            length=info.block_length,
+            continuation=info.continuation,
+        )
+
+    @classmethod
+    def from_pretrained(
+        cls, run: str | Path, energy: str | None = None, *, device: str | None = None
+    ) -> "JointModel":
+        """The joint model of a run: the named energy, or the best one on validation."""
+        run_dir = RunDirectory(Path(run))
+        recipe = run_dir.recipe()
+        use_recipe_threads(recipe)
+        names = [entry.name for entry in recipe.energies]
+        if not names:
+            raise UserError("energies", str(run), "this run has none; add one to its recipe")
+        if energy is None:
+            best = (
+                read_json(run_dir.results).get("best_energy") if run_dir.results.exists() else None
+            )
+            energy = best or names[0]
+        if energy not in names:
+            raise UserError("energy", energy, f"not in this run; it has {', '.join(names)}")
+        config = recipe.energies[names.index(energy)]
+        language_model = LanguageModel.from_pretrained(
+            _existing(run_dir.language_model(recipe.language_model_of(config))),
+            precision=recipe.precision,
+            device=device or recipe.device,
+        )
+        energy_model = EnergyModel.from_pretrained(
+            _existing(run_dir.energy(energy)), language_model, precision=recipe.precision
+        )
+        return cls(language_model, energy_model)
+
+    def energy(self, ids_BT: Tensor, length_B: Tensor | None = None) -> Tensor:
+        """E of blocks of the language model's ids."""
+        return self.energy_model.energy(torch.as_tensor(ids_BT), length_B)
+
+    def propose(
+        self,
+        prefix_ids: Tensor,
+        num_proposals: int,
+        *,
+        seed: int,
+        top_k: int | None = None,
+        top_p: float | None = None,
+    ) -> ScoredSet:
+        """Continuations of a prefix, as long as the energy's horizon, with their energies."""
+        prefix_ids = torch.as_tensor(prefix_ids).reshape(-1)
+        proposals = self.language_model.sample(
+            prefix_ids,
+            num_proposals,
+            self.block.num_new_tokens,
+            seed=derive_seed(seed, "proposals"),
+            top_k=top_k,
+            top_p=top_p,
+            stop_at_end=self.block.continuation == "until_end",
+        )
+        ids_NT = torch.cat(
+            [prefix_ids.expand(num_proposals, -1).to(proposals.ids_NT), proposals.ids_NT], dim=1
+        )
+        energy_N = self.energy(ids_NT.cpu(), len(prefix_ids) + proposals.length_N.cpu())
+        return ScoredSet(proposals, energy_N.cpu())
+
+    def sample(
+        self,
+        prompt: str,
+        num_proposals: int = 512,
+        *,
+        num_tokens: int | None = None,
+        top_k: int | None = None,
+        top_p: float | None = None,
+        seed: int = 0,
+    ) -> JointSample:
+        """Algorithm 1. For fewer tokens than the horizon: draw the whole horizon, resample, then
+        cut, which is an exact marginal; more tokens than the energy knows are refused."""
+        if num_proposals < 1:
+            raise UserError("num_proposals", num_proposals, "draw at least 1")
+        horizon = self.block.num_new_tokens
+        if num_tokens is not None and not 1 <= num_tokens <= horizon:
+            raise UserError(
+                "num_tokens",
+                num_tokens,
+                f"this energy scores continuations of 1 to {horizon} tokens",
+            )
+        prefix_ids = self.encode_prompt(prompt)
+        scored = self.propose(prefix_ids, num_proposals, seed=seed, top_k=top_k, top_p=top_p)
+        chosen = int(scored.draw(seed)[0])
+        length = min(int(scored.proposals.length_N[chosen]), num_tokens or horizon)
+        ids_T = scored.proposals.ids_NT[chosen, :length].cpu()
+        return JointSample(
+            self.decode(ids_T),
+            ids_T,
+            float(scored.energy_N[chosen]),
+            float(scored.proposals.log_prob_N[chosen]),
+            scored.effective_sample_size,
+            num_proposals,
+            scored.target,
+            self.prompt_flags(len(prefix_ids)),
+            scored,
+        )
+
+    def encode_prompt(self, prompt: str) -> Tensor:
+        if not prompt.strip():
+            raise UserError("prompt", repr(prompt), "is empty; give some text to continue")
+        ids = self.language_model.tokenizer(prompt, add_special_tokens=False)["input_ids"]
+        self.language_model.check_context(len(ids) + self.block.num_new_tokens)
+        return torch.tensor(ids, dtype=torch.int64)
+
+    def prompt_flags(self, num_tokens: int) -> list[str]:
+        if num_tokens == self.block.prefix_length:
+            return []
+        return [
+            f"the prompt has {num_tokens} tokens, but this energy was trained on prefixes of"
+            f" {self.block.prefix_length}: its energies may mean little here"
+        ]
+
+    def decode(self, ids_T: Tensor) -> str:
+        text = self.language_model.tokenizer.decode(ids_T.tolist(), skip_special_tokens=True)
+        return str(text)
+
+    def blocks_of(self, texts: list[str]) -> Blocks:
+        """Texts cut as the energy's training text was; each text is a document."""
+        documents = self.language_model.tokenizer(texts, add_special_tokens=False)["input_ids"]
+        blocks = cut_blocks(documents, self.block, self.language_model.end_of_text)
+        if not len(blocks):
+            total = sum(len(document) for document in documents)
+            raise UserError(
+                "texts",
+                f"{total} tokens",
+                f"too short for one block of {self.block.prefix_length} + "
+                f"{self.block.num_new_tokens} tokens; give longer text",
+            )
+        return blocks
+
+    def score(self, blocks: Blocks, *, batch_size: int = 64) -> tuple[np.ndarray, np.ndarray]:
+        """lm_log_prob and energy of each block's real continuation."""
+        log_probs, energies = [], []
+        for start in range(0, len(blocks), batch_size):
+            part = blocks.select(np.arange(start, min(start + batch_size, len(blocks))))
+            ids_BT, length_B = torch.from_numpy(part.ids_BT), torch.from_numpy(part.length_B)
+            log_prob_BC = self.language_model.log_prob(ids_BT, self.block.prefix_length, length_B)
+            log_probs.append(log_prob_BC.double().sum(-1).cpu())
+            energies.append(self.energy(ids_BT, length_B).double().cpu())
+        return torch.cat(log_probs).numpy(), torch.cat(energies).numpy()
+
+    def perplexity(
+        self, texts: list[str], num_samples: int = 1000, *, seed: int = 0
+    ) -> PerplexityReport:
+        """Perplexity of texts, with bounds from `num_samples` proposals for each prefix."""
+        if num_samples < 8:
+            raise UserError(
+                "num_samples", num_samples, "bounds at n/4 need 2 samples; ask for 8 or more"
+            )
+        blocks = self.blocks_of(texts)
+        lm_log_prob_P, energy_P = self.score(blocks)
+        summaries = []
+        for number, ids_T in enumerate(blocks.ids_BT):
+            scored = self.propose(
+                torch.from_numpy(ids_T[: self.block.prefix_length]),
+                num_samples,
+                seed=derive_seed(seed, "perplexity", number),
+            )
+            real = float(log_weight(torch.tensor(energy_P[number])))
+            summaries.append(summarise_prefix(scored.log_weight_N, real))
+        prefixes = Prefixes(
+            lm_log_prob_P, blocks.length_B - self.block.prefix_length, blocks.document_B
+        )
+        resampling: dict[str, Any] = {"num_resamples": _BOOTSTRAP_RESAMPLES, "seed": seed}
+        base = base_perplexity(prefixes, **resampling)
+        joint = joint_perplexity(prefixes, summaries, **resampling)
+        return PerplexityReport(base, joint, len(blocks), num_samples, flags(joint, base.value))
+
+
+def _existing(folder: Path) -> Path:
+    if not folder.is_dir():
+        raise UserError("run", str(folder), "is not trained yet; finish the run with `rebm run`")
+    return folder

@@ -1,0 +1,234 @@
+"""P_LM: a causal language model that scores and samples continuations of a prefix (section 3).
+
+The numeric type that samples is the type that scores, so that both speak of one distribution.
+
+Shapes: B blocks, T tokens of a block, P tokens of a prefix, C = T - P tokens of a continuation,
+N samples, G prefixes, V vocabulary, H hidden size.
+"""
+
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import numpy as np
+import torch
+from torch import Tensor
+from transformers import AutoModelForCausalLM, PreTrainedModel, PreTrainedTokenizerFast
+
+from residual_ebm.config import Precision
+from residual_ebm.errors import UserError
+from residual_ebm.files.storage import fingerprint
+from residual_ebm.models.decoding import Decoded, Truncation, decode
+from residual_ebm.models.device import DTYPES, resolve_device
+from residual_ebm.models.loading import load_pretrained, load_tokenizer
+from residual_ebm.randomness import uniform
+
+# Float32 copies of logits are made for this many numbers at a time: 64 MB.
+_LOGITS_AT_ONCE = 2**24
+
+
+@dataclass(frozen=True)
+class Samples:
+    """Continuations of one prefix, with how they were truncated: only untruncated ones may be
+    used for bounds."""
+
+    ids_NT: Tensor  # new tokens, padded with end-of-text
+    length_N: Tensor
+    log_prob_N: Tensor  # log P_LM of the continuation, float64
+    proposal_log_prob_N: Tensor  # under the distribution they were drawn from
+    truncation: dict[str, Any] | None
+
+
+class TokenFeatures(NamedTuple):
+    """What P_LM computes anyway for each token of a continuation."""
+
+    hidden_BCH: Tensor  # the state that predicted the token
+    embedding_BCH: Tensor  # of the token itself
+    log_prob_BC: Tensor
+    entropy_BC: Tensor  # of the distribution the token was drawn from
+
+
+class LanguageModel:
+    """A Hugging Face causal LM with its tokenizer; dropout is always off."""
+
+    def __init__(
+        self, model: PreTrainedModel, tokenizer: PreTrainedTokenizerFast, fingerprint: str = ""
+    ) -> None:
+        self.model = model.eval()
+        self.tokenizer = tokenizer
+        self.fingerprint = fingerprint
+        self.end_of_text = end_of_text_id(tokenizer)
+
+    @classmethod
+    def from_pretrained(
+        cls, source: str | Path, *, precision: Precision = "bfloat16", device: str = "auto"
+    ) -> "LanguageModel":
+        """Load from a folder or by hub name."""
+        name = str(source)
+        model = load_pretrained(
+            AutoModelForCausalLM, name, "language_model", dtype=DTYPES[precision]
+        )
+        tokenizer = load_tokenizer(name, "language_model")
+        mark = fingerprint(Path(name)) if Path(name).is_dir() else name
+        return cls(model.to(resolve_device(device)), tokenizer, mark)
+
+    @property
+    def device(self) -> torch.device:
+        return self.model.device
+
+    @property
+    def hidden_size(self) -> int:
+        return int(self.model.get_output_embeddings().weight.shape[1])
+
+    @property
+    def num_parameters(self) -> int:
+        return sum(parameter.numel() for parameter in self.model.parameters())
+
+    @property
+    def context_length(self) -> int | None:
+        return getattr(self.model.config, "max_position_embeddings", None)
+
+    def check_context(self, num_tokens: int, field: str = "prompt") -> None:
+        """Refuse more tokens than the model was built for."""
+        if self.context_length is not None and num_tokens > self.context_length:
+            raise UserError(
+                field,
+                f"{num_tokens} tokens with the continuation",
+                f"is longer than the model's context of {self.context_length}; shorten it",
+            )
+
+    @torch.inference_mode()
+    def log_prob(
+        self, ids_BT: Tensor, prefix_length: int, length_B: Tensor | None = None
+    ) -> Tensor:
+        """log P_LM(x_t | x_<t) of each token of the continuation, (B, T - p); 0 in the padding."""
+        _, logits_BCV = self._forward(ids_BT, prefix_length)
+        log_prob_BC, _ = _token_statistics(logits_BCV, ids_BT[:, prefix_length:].to(self.device))
+        return log_prob_BC * continuation_mask(ids_BT, prefix_length, length_B).to(self.device)
+
+    @torch.inference_mode()
+    def features(self, ids_BT: Tensor, prefix_length: int) -> TokenFeatures:
+        """Hidden states, embeddings, log-probs and entropies of the continuation's tokens."""
+        target_BC = ids_BT[:, prefix_length:].to(self.device)
+        hidden_BCH, logits_BCV = self._forward(ids_BT, prefix_length)
+        log_prob_BC, entropy_BC = _token_statistics(logits_BCV, target_BC)
+        embedding_BCH = self.model.get_input_embeddings()(target_BC)
+        return TokenFeatures(hidden_BCH, embedding_BCH, log_prob_BC, entropy_BC)
+
+    def _forward(self, ids_BT: Tensor, prefix_length: int) -> tuple[Tensor, Tensor]:
+        """The states that enter the vocabulary layer, and its logits, for the continuation."""
+        captured: list[Tensor] = []
+        handle = self.model.get_output_embeddings().register_forward_pre_hook(
+            lambda _module, inputs: captured.append(inputs[0])
+        )
+        try:
+            # The last token predicts nothing we score, so it is not read. Autocast off: HeaT
+            # trains inside it, and P_LM must be the same there as everywhere else.
+            with torch.autocast(self.device.type, enabled=False):
+                logits_BCV = self.model(
+                    ids_BT[:, :-1].to(self.device),
+                    use_cache=False,
+                    logits_to_keep=ids_BT.shape[1] - prefix_length,
+                ).logits
+        finally:
+            handle.remove()
+        return captured[0], logits_BCV
+
+    def sample(
+        self,
+        prefix_ids: Tensor,
+        num_samples: int,
+        num_tokens: int,
+        seed: int,
+        *,
+        top_k: int | None = None,
+        top_p: float | None = None,
+        stop_at_end: bool = False,
+        chunk_size: int = 512,
+    ) -> Samples:
+        """Continuations of one prefix; sample i depends on (seed, i), not on the chunk size."""
+        truncation = Truncation(top_k, top_p)
+        prefix_ids_GP = torch.as_tensor(prefix_ids).reshape(1, -1)
+        self.check_context(prefix_ids_GP.shape[1] + num_tokens)
+        parts = [
+            self.sample_chunk(
+                prefix_ids_GP,
+                prefix_numbers=[0],
+                first_sample=first,
+                num_samples=min(chunk_size, num_samples - first),
+                num_tokens=num_tokens,
+                seed=seed,
+                truncation=truncation,
+                stop_at_end=stop_at_end,
+            )
+            for first in range(0, num_samples, chunk_size)
+        ]
+        return Samples(
+            torch.cat([part.ids_NC for part in parts]),
+            torch.cat([part.length_N for part in parts]),
+            torch.cat([part.log_prob_NC.double().sum(-1) for part in parts]),
+            torch.cat([part.proposal_log_prob_NC.double().sum(-1) for part in parts]),
+            truncation.describe(),
+        )
+
+    def sample_chunk(
+        self,
+        prefix_ids_GP: Tensor,
+        *,
+        prefix_numbers: list[int],
+        first_sample: int,
+        num_samples: int,
+        num_tokens: int,
+        seed: int,
+        truncation: Truncation,
+        stop_at_end: bool,
+    ) -> Decoded:
+        """The same samples of several equally long prefixes, decoded together."""
+
+        def uniform_at(step: int) -> Tensor:
+            rows = [
+                uniform(seed, number, step, first_sample, num_samples) for number in prefix_numbers
+            ]
+            return torch.from_numpy(np.concatenate(rows))
+
+        return decode(
+            self.model,
+            prefix_ids_GP.to(self.device),
+            samples_per_prefix=num_samples,
+            num_tokens=num_tokens,
+            uniform_at=uniform_at,
+            truncation=truncation,
+            end_of_text=self.end_of_text if stop_at_end else None,
+            padding=self.end_of_text,
+        )
+
+
+def end_of_text_id(tokenizer: PreTrainedTokenizerFast) -> int:
+    if tokenizer.eos_token_id is None:
+        raise UserError(
+            "tokenizer", tokenizer.name_or_path, "has no end-of-text token; choose one that does"
+        )
+    return int(tokenizer.eos_token_id)
+
+
+def continuation_mask(ids_BT: Tensor, prefix_length: int, length_B: Tensor | None) -> Tensor:
+    """True at the continuation's own tokens, false in the padding after its end."""
+    position_C = torch.arange(prefix_length, ids_BT.shape[1])
+    if length_B is None:
+        return torch.ones(len(ids_BT), len(position_C), dtype=torch.bool)
+    return position_C[None, :] < length_B.cpu()[:, None]
+
+
+def _token_statistics(logits_BCV: Tensor, target_BC: Tensor) -> tuple[Tensor, Tensor]:
+    """Log-prob of each target, entropy of each distribution: float32, some rows at a time."""
+    logits_RV = logits_BCV.reshape(-1, logits_BCV.shape[-1])
+    target_R = target_BC.reshape(-1)
+    log_probs, entropies = [], []
+    rows_at_once = max(1, _LOGITS_AT_ONCE // logits_RV.shape[-1])
+    for start in range(0, len(logits_RV), rows_at_once):
+        rows = slice(start, start + rows_at_once)
+        log_prob_RV = logits_RV[rows].float().log_softmax(-1)
+        log_probs.append(log_prob_RV.gather(1, target_R[rows, None])[:, 0])
+        entropies.append(-(log_prob_RV.exp() * log_prob_RV).sum(-1))
+    shape = target_BC.shape
+    return torch.cat(log_probs).view(shape), torch.cat(entropies).view(shape)

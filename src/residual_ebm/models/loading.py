@@ -1,0 +1,56 @@
+"""Pretrained models and tokenizers by hub name or folder, with errors a person can act on."""
+
+from pathlib import Path
+from typing import Any
+
+import transformers
+from transformers import PreTrainedTokenizerFast
+
+from residual_ebm.errors import UserError
+from residual_ebm.files.storage import check_manifest, is_complete
+
+# transformers prints its own bars and advice; our progress says what a user needs.
+transformers.utils.logging.disable_progress_bar()
+transformers.utils.logging.set_verbosity_error()
+
+
+def load_pretrained(auto_class: Any, source: str, field: str, **arguments: Any) -> Any:
+    """`auto_class.from_pretrained` on a folder or hub name; safetensors only, no remote code."""
+    folder = Path(source)
+    if folder.is_dir():
+        if is_complete(folder):
+            check_manifest(folder)
+        if not (folder / "config.json").is_file():
+            raise UserError(field, source, "is not a model folder: it has no config.json")
+    try:
+        return auto_class.from_pretrained(source, trust_remote_code=False, **arguments)
+    except (OSError, ValueError, KeyError, RuntimeError) as error:
+        raise UserError(field, source, f"cannot be loaded: {_first_sentence(error)}") from None
+    except Exception as error:
+        # safetensors has its own exception type for a broken file, not exported by name.
+        if type(error).__name__ == "SafetensorError":
+            raise UserError(field, source, f"has a broken weights file: {error}") from None
+        raise
+
+
+def load_tokenizer(source: str, field: str) -> PreTrainedTokenizerFast:
+    """A fast tokenizer that neither truncates nor pads on its own."""
+    from transformers import AutoTokenizer
+
+    try:
+        tokenizer = AutoTokenizer.from_pretrained(source, trust_remote_code=False)
+    except (OSError, ValueError, KeyError) as error:
+        raise UserError(
+            field, source, f"has no tokenizer that loads: {_first_sentence(error)}"
+        ) from None
+    if not tokenizer.is_fast:
+        raise UserError(field, source, "has no fast tokenizer; choose a model with tokenizer.json")
+    # Some tokenizer.json files (MiniLM) cut at 128 tokens: E would never see the block's end.
+    tokenizer.backend_tokenizer.no_truncation()
+    tokenizer.backend_tokenizer.no_padding()
+    return tokenizer
+
+
+def _first_sentence(error: Exception) -> str:
+    text = " ".join(str(error).split())
+    return text if len(text) <= 200 else text[:197] + "..."

@@ -1,0 +1,112 @@
+"""What a person sees while a stage works: a sentence, a bar with the time left, notes.
+
+Stages know only `Progress`; the command line hands them the one that draws. On a terminal that is a
+rich bar; in a file or a pipe it is a line now and then, so that a log stays readable.
+"""
+
+import sys
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+from rich.console import Console
+from rich.progress import (
+    BarColumn,
+    MofNCompleteColumn,
+    TextColumn,
+    TimeElapsedColumn,
+    TimeRemainingColumn,
+)
+from rich.progress import (
+    Progress as RichProgress,
+)
+
+_SECONDS_BETWEEN_LINES = 10.0
+
+
+class Bar:
+    """Counts the units of one piece of work; this one draws nothing."""
+
+    def advance(self, amount: int = 1, note: str = "") -> None:
+        """`amount` more units are done; `note` (a loss, say) is shown beside the bar."""
+
+
+class Progress:
+    """Says nothing: for tests and for library use."""
+
+    def stage(self, sentence: str) -> None:
+        """A stage begins; `sentence` tells a newcomer what it does."""
+
+    def note(self, text: str) -> None:
+        """Something the user should know, once."""
+
+    @contextmanager
+    def bar(self, label: str, total: int, done: int = 0) -> Iterator[Bar]:
+        """A piece of work of `total` units, of which `done` were done by an earlier run."""
+        del label, total, done
+        yield Bar()
+
+
+QUIET = Progress()
+
+
+class TerminalProgress(Progress):
+    """Draws on standard error, so that standard output carries results alone."""
+
+    def __init__(self) -> None:
+        self._console = Console(file=sys.stderr, highlight=False)
+
+    def stage(self, sentence: str) -> None:
+        self._console.print(f"[bold]{sentence}[/bold]" if self._console.is_terminal else sentence)
+
+    def note(self, text: str) -> None:
+        self._console.print(f"note: {text}", markup=False)
+
+    @contextmanager
+    def bar(self, label: str, total: int, done: int = 0) -> Iterator[Bar]:
+        if not self._console.is_terminal:
+            yield _LineBar(label, total, done)
+            return
+        columns = (
+            TextColumn("  {task.description}"),
+            BarColumn(),
+            MofNCompleteColumn(),
+            TimeElapsedColumn(),
+            TextColumn("left"),
+            TimeRemainingColumn(),
+            TextColumn("{task.fields[note]}"),
+        )
+        with RichProgress(*columns, console=self._console) as drawing:
+            task = drawing.add_task(label, total=total, completed=done, note="")
+            yield _DrawnBar(drawing, int(task))
+
+
+class _DrawnBar(Bar):
+    def __init__(self, drawing: RichProgress, task: int) -> None:
+        self._drawing = drawing
+        self._task = task
+
+    def advance(self, amount: int = 1, note: str = "") -> None:
+        fields = {"note": note} if note else {}
+        self._drawing.update(self._task, advance=amount, **fields)  # type: ignore[arg-type]
+
+
+class _LineBar(Bar):
+    def __init__(self, label: str, total: int, done: int) -> None:
+        self._label, self._total, self._done, self._before = label, total, done, done
+        self._start = self._last = time.monotonic()
+
+    def advance(self, amount: int = 1, note: str = "") -> None:
+        self._done += amount
+        now = time.monotonic()
+        if now - self._last < _SECONDS_BETWEEN_LINES and self._done < self._total:
+            return
+        self._last = now
+        rate = (self._done - self._before) / max(now - self._start, 1e-9)
+        left = (self._total - self._done) / rate if rate else 0.0
+        print(
+            f"  {self._label}: {self._done}/{self._total}, {now - self._start:.0f} s,"
+            f" {left:.0f} s left {note}".rstrip(),
+            file=sys.stderr,
+            flush=True,
+        )

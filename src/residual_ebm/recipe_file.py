@@ -1,0 +1,170 @@
+"""Recipes as files: found by name or path, overridden by `key.path=value`, checked, compared."""
+
+import difflib
+import re
+from collections.abc import Sequence
+from importlib import resources
+from pathlib import Path
+from typing import Any
+
+import yaml
+from pydantic import ValidationError
+
+from residual_ebm.config import Recipe
+from residual_ebm.errors import UserError
+
+_RECIPES = resources.files("residual_ebm") / "recipes"
+
+
+class _Loader(yaml.SafeLoader):
+    """YAML 1.1 reads 1e-3 as text; everybody who writes a learning rate means the number."""
+
+
+_Loader.add_implicit_resolver(
+    "tag:yaml.org,2002:float",
+    re.compile(r"[-+]?(?:\d[\d_]*\.?[\d_]*|\.\d[\d_]*)[eE][-+]?\d+$"),
+    list("-+0123456789."),
+)
+
+
+def parse_yaml(text: str, origin: str) -> Any:
+    try:
+        return _without_aliases(yaml.load(text, Loader=_Loader))
+    except yaml.YAMLError as error:
+        mark = getattr(error, "problem_mark", None)
+        where = f" at line {mark.line + 1}, column {mark.column + 1}" if mark else ""
+        problem = getattr(error, "problem", None) or "cannot be read"
+        raise UserError("recipe", origin, f"not valid YAML{where} ({problem}); mend it") from None
+
+
+def _without_aliases(node: Any) -> Any:
+    """A section written once and used twice (&name, *name) becomes two that change apart."""
+    if isinstance(node, dict):
+        return {key: _without_aliases(value) for key, value in node.items()}
+    if isinstance(node, list):
+        return [_without_aliases(value) for value in node]
+    return node
+
+
+def recipe_names() -> list[str]:
+    return sorted(entry.name[:-5] for entry in _RECIPES.iterdir() if entry.name.endswith(".yaml"))
+
+
+def load_recipe(name_or_file: str, overrides: Sequence[str] = ()) -> Recipe:
+    """A recipe by name or from a file, with `key.path=value` overrides, checked."""
+    path = Path(name_or_file)
+    names = recipe_names()
+    if path.suffix in (".yaml", ".yml") or path.is_file():
+        try:
+            text = path.read_text(encoding="utf-8")
+        except (OSError, UnicodeDecodeError) as error:
+            reason = getattr(error, "strerror", None) or "not UTF-8 text"
+            raise UserError("recipe", name_or_file, f"cannot be read ({reason})") from None
+    elif name_or_file in names:
+        text = (resources.files("residual_ebm") / "recipes" / f"{name_or_file}.yaml").read_text(
+            "utf-8"
+        )
+    else:
+        close = difflib.get_close_matches(name_or_file, names, n=1)
+        hint = f"did you mean {close[0]}? " if close else ""
+        raise UserError(
+            "recipe",
+            name_or_file,
+            f"unknown recipe; {hint}there are {', '.join(names)}, or give a .yaml file",
+        )
+    tree = parse_yaml(text, name_or_file)
+    if not isinstance(tree, dict):
+        raise UserError("recipe", name_or_file, "not a mapping of keys to values")
+    for override in overrides:
+        apply_override(tree, override)
+    return check_recipe(tree)
+
+
+def check_recipe(tree: dict[str, Any]) -> Recipe:
+    try:
+        return Recipe.model_validate(tree)
+    except ValidationError as error:
+        first = error.errors(include_url=False)[0]
+        place = list(first["loc"])
+        context = first.get("ctx", {})
+        if context.get("at"):
+            place.append(context["at"])
+        value = context.get("value")
+        if value is None:
+            value = _value_at(tree, place)
+        remedy = first["msg"][:1].lower() + first["msg"][1:]
+        if first["type"] == "missing":
+            remedy = "required; add it to the recipe"
+        raise UserError(".".join(map(str, place)) or "recipe", value, remedy) from None
+
+
+def _value_at(tree: Any, place: Sequence[str | int]) -> Any:
+    for key in place:
+        try:
+            tree = tree[key]
+        except (KeyError, IndexError, TypeError):
+            return "(missing)"
+    # A whole section would drown the message.
+    return "{...}" if isinstance(tree, dict | list) else tree
+
+
+def apply_override(tree: dict[str, Any], override: str) -> None:
+    """Set `key.path=value` in the tree; items of a list are named by `name` or by number."""
+    path, equals, text = override.partition("=")
+    if not equals or not path:
+        raise UserError("--set", override, "write it as key.path=value")
+    *parents, last = path.split(".")
+    node: Any = tree
+    for key in parents:
+        node = _child(node, key, path)
+    value = parse_yaml(text, f"--set {override}")
+    if isinstance(node, list):
+        node[_list_index(node, last, path)] = value
+    elif isinstance(node, dict):
+        node[last] = value
+    else:
+        raise UserError("--set", override, "the path runs through a plain value; check its dots")
+
+
+def _child(node: Any, key: str, path: str) -> Any:
+    if isinstance(node, list):
+        return node[_list_index(node, key, path)]
+    if not isinstance(node, dict):
+        raise UserError("--set", path, f"nothing below {key!r}; check the dots of the path")
+    if node.get(key) is None:
+        node[key] = {}
+    return node[key]
+
+
+def _list_index(items: list[Any], key: str, path: str) -> int:
+    names = [item.get("name") if isinstance(item, dict) else None for item in items]
+    if key in names:
+        return names.index(key)
+    if key.isdigit() and int(key) < len(items):
+        return int(key)
+    there = ", ".join(str(name) for name in names)
+    raise UserError("--set", path, f"no entry {key!r} in that list; it has {there}")
+
+
+def first_difference(old: Recipe, new: Recipe) -> str | None:
+    """The first key at which two recipes differ, with both values; None when they are the same."""
+    return _difference(old.model_dump(mode="json"), new.model_dump(mode="json"), "")
+
+
+def _difference(old: Any, new: Any, place: str) -> str | None:
+    if isinstance(old, dict) and isinstance(new, dict):
+        for key in [*old, *(key for key in new if key not in old)]:
+            found = _difference(old.get(key), new.get(key), f"{place}.{key}" if place else key)
+            if found:
+                return found
+        return None
+    if isinstance(old, list) and isinstance(new, list) and len(old) == len(new):
+        for number, (one, other) in enumerate(zip(old, new, strict=True)):
+            found = _difference(one, other, f"{place}.{number}")
+            if found:
+                return found
+        return None
+    if old == new:
+        return None
+    shown = ["..." if isinstance(side, dict | list) else repr(side) for side in (old, new)]
+    return f"{place} was {shown[0]}, now {shown[1]}"

@@ -1,0 +1,1 @@
+"""The stages of a run: files in, files out."""

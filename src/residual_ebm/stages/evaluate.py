@@ -1,0 +1,227 @@
+"""The table: perplexity of every language model and every joint model on the same prefixes.
+
+Language models are exact; joint models get an interval with diagnostics (section 3.2). Nothing is
+fitted on the test split: the energy scale of the second row of each energy and the choice of the
+best energy are made on validation.
+"""
+
+import math
+from collections.abc import Sequence
+from dataclasses import asdict, is_dataclass
+from typing import Any
+
+import numpy as np
+import torch
+from scipy.optimize import minimize_scalar
+
+import residual_ebm
+from residual_ebm.config import EnergyConfig, Recipe
+from residual_ebm.errors import UserError
+from residual_ebm.estimation.bootstrap import perplexity
+from residual_ebm.estimation.flags import flags
+from residual_ebm.estimation.partition import log_partition_bounds
+from residual_ebm.estimation.perplexity import (
+    Prefixes,
+    PrefixSummary,
+    base_perplexity,
+    joint_perplexity,
+    summarise_prefix,
+)
+from residual_ebm.files.log_weights import REAL, RealContinuations, read_log_weights, read_real
+from residual_ebm.files.run_directory import RunDirectory
+from residual_ebm.files.storage import check_manifest, read_json, write_json
+from residual_ebm.models.device import use_recipe_threads
+from residual_ebm.models.energy import EnergyModel
+from residual_ebm.models.language_model import LanguageModel
+from residual_ebm.progress import QUIET, Progress
+from residual_ebm.randomness import derive_seed
+from residual_ebm.stages.examples import choose_examples
+from residual_ebm.stages.proposals import SPLITS, evaluation_prefixes
+from residual_ebm.stages.score_proposals import real_log_prob, score_proposals
+
+SENTENCE = "Evaluating: perplexity of every model on the same prefixes"
+_LARGEST_SCALE = 2.0
+
+
+def run(recipe: Recipe, run_dir: RunDirectory, progress: Progress = QUIET) -> None:
+    if run_dir.results.exists():
+        return
+    use_recipe_threads(recipe)
+    progress.stage(SENTENCE)
+    check_manifest(run_dir.blocks)
+    language_models = [
+        _language_model_row(recipe, model.name, run_dir) for model in recipe.language_models
+    ]
+    parameters = {row["name"]: row["parameters"] for row in language_models}
+    rows: list[dict[str, Any]] = []
+    for config in recipe.energies:
+        rows.extend(_energy_rows(recipe, config, run_dir, parameters, progress))
+    plain = [row for row in rows if not row["scaled"]]
+    best = min(plain, key=lambda row: row["validation"]["upper"])["energy"] if plain else None
+    results = {
+        "recipe": recipe.name,
+        "version": residual_ebm.__version__,
+        "seed": recipe.seed,
+        "continuation": recipe.block.continuation,
+        "prefix_length": recipe.block.prefix_length,
+        "block_length": recipe.block.length,
+        "num_samples": recipe.proposals.num_samples,
+        "num_prefixes": {
+            split: len(evaluation_prefixes(recipe, run_dir, split)[1]) for split in SPLITS
+        },
+        "language_models": language_models,
+        "floor": {split: _floor(recipe, run_dir, split) for split in SPLITS},
+        "joint_models": rows,
+        "best_energy": best,
+        "examples": choose_examples(recipe, run_dir, best) if best else [],
+    }
+    write_json(run_dir.results, plain_numbers(results))
+
+
+def _resampling(recipe: Recipe) -> dict[str, Any]:
+    return {
+        "num_resamples": recipe.evaluation.bootstrap_resamples,
+        "seed": derive_seed(recipe.seed, "evaluation"),
+    }
+
+
+def _language_model_row(recipe: Recipe, name: str, run_dir: RunDirectory) -> dict[str, Any]:
+    language_model = LanguageModel.from_pretrained(
+        run_dir.language_model(name), precision=recipe.precision, device=recipe.device
+    )
+    row: dict[str, Any] = {"name": name, "parameters": language_model.num_parameters}
+    # Train beside test: the gap between them is what the LM has memorised (trap 6).
+    for split in ("train", *SPLITS):
+        blocks, block_P = evaluation_prefixes(recipe, run_dir, split)
+        part = blocks.select(block_P)
+        prefixes = Prefixes(
+            real_log_prob(
+                language_model, part, recipe.block.prefix_length, recipe.evaluation.batch_size
+            ),
+            part.length_B - recipe.block.prefix_length,
+            part.document_B,
+        )
+        row[split] = asdict(base_perplexity(prefixes, **_resampling(recipe)))
+    row["training"] = read_json(run_dir.language_model(name) / "training.json")
+    return row
+
+
+def _floor(recipe: Recipe, run_dir: RunDirectory, split: str) -> dict[str, Any] | None:
+    """The perplexity of the true distribution, where the corpus is a grammar."""
+    blocks, block_P = evaluation_prefixes(recipe, run_dir, split)
+    part = blocks.select(block_P)
+    if np.isnan(part.true_log_prob_B).any():
+        return None
+    prefixes = Prefixes(
+        part.true_log_prob_B, part.length_B - recipe.block.prefix_length, part.document_B
+    )
+    return asdict(base_perplexity(prefixes, **_resampling(recipe)))
+
+
+def _energy_rows(
+    recipe: Recipe,
+    config: EnergyConfig,
+    run_dir: RunDirectory,
+    parameters: dict[str, int],
+    progress: Progress,
+) -> list[dict[str, Any]]:
+    name = recipe.language_model_of(config)
+    language_model = LanguageModel.from_pretrained(
+        run_dir.language_model(name), precision=recipe.precision, device=recipe.device
+    )
+    energy = EnergyModel.from_pretrained(
+        run_dir.energy(config.name), language_model, precision=recipe.precision
+    )
+    for split in SPLITS:
+        score_proposals(recipe, config, run_dir, split, language_model, energy, progress)
+    scales = {"": 1.0}
+    if recipe.evaluation.fit_energy_scale:
+        scales[" (scaled)"] = _fit_scale(*read_scored(run_dir, config.name, "validation"))
+    training = read_json(run_dir.energy(config.name) / "training.json")
+    return [
+        {
+            "name": f"joint {config.name}{suffix}",
+            "energy": config.name,
+            "kind": config.kind,
+            "language_model": name,
+            "scale": scale,
+            "scaled": bool(suffix),
+            "parameters": parameters[name] + energy.num_parameters,
+            "energy_parameters": energy.num_parameters,
+            "training": training,
+            **{split: _joint_row(recipe, run_dir, config.name, split, scale) for split in SPLITS},
+        }
+        for suffix, scale in scales.items()
+    ]
+
+
+def read_scored(
+    run_dir: RunDirectory, energy: str, split: str
+) -> tuple[RealContinuations, list[np.ndarray]]:
+    """Real continuations and the proposals' log-weights, prefix by prefix."""
+    folder = run_dir.log_weights(energy, split)
+    check_manifest(folder)
+    log_weights = [log_weight_N for _, log_weight_N in read_log_weights(folder)]
+    return read_real(folder / REAL), log_weights
+
+
+def prefixes_of(real: RealContinuations) -> Prefixes:
+    return Prefixes(real.lm_log_prob_P, real.num_tokens_P, real.document_P)
+
+
+def summarise(
+    real: RealContinuations, log_weights: Sequence[np.ndarray], scale: float
+) -> list[PrefixSummary]:
+    """Scaling the energy by alpha scales every log-weight, so nothing has to be scored again."""
+    return [
+        summarise_prefix(torch.from_numpy(scale * log_weight_N), scale * float(log_weight))
+        for log_weight_N, log_weight in zip(log_weights, real.log_weight_P, strict=True)
+    ]
+
+
+def _joint_row(
+    recipe: Recipe, run_dir: RunDirectory, energy: str, split: str, scale: float
+) -> dict[str, Any]:
+    real, log_weights = read_scored(run_dir, energy, split)
+    summaries = summarise(real, log_weights, scale)
+    joint = joint_perplexity(prefixes_of(real), summaries, **_resampling(recipe))
+    base = perplexity(real.lm_log_prob_P, real.num_tokens_P)
+    return {**asdict(joint), "flags": flags(joint, base)}
+
+
+def _fit_scale(real: RealContinuations, log_weights: Sequence[np.ndarray]) -> float:
+    """The scale of the energy with the lowest upper perplexity on validation."""
+
+    def upper_perplexity(scale: float) -> float:
+        upper_P = np.array(
+            [
+                float(log_partition_bounds(torch.from_numpy(scale * log_weight_N)).upper)
+                for log_weight_N in log_weights
+            ]
+        )
+        log_prob_P = real.lm_log_prob_P + scale * real.log_weight_P - upper_P
+        return perplexity(log_prob_P, real.num_tokens_P)
+
+    found = minimize_scalar(
+        upper_perplexity, bounds=(0.0, _LARGEST_SCALE), method="bounded", options={"xatol": 1e-3}
+    )
+    return round(float(found.x), 3)
+
+
+def plain_numbers(value: Any) -> Any:
+    """What JSON can hold: no NaN, no infinity, no NumPy types, named tuples as objects."""
+    if is_dataclass(value) and not isinstance(value, type):
+        return plain_numbers(asdict(value))
+    if isinstance(value, dict):
+        return {str(key): plain_numbers(item) for key, item in value.items()}
+    if hasattr(value, "_asdict"):
+        return plain_numbers(value._asdict())
+    if isinstance(value, list | tuple):
+        return [plain_numbers(item) for item in value]
+    if isinstance(value, np.generic):
+        return plain_numbers(value.item())
+    if isinstance(value, float) and not math.isfinite(value):
+        return None
+    if value is None or isinstance(value, str | int | float | bool):
+        return value
+    raise UserError("results", type(value).__name__, "cannot be written as JSON")

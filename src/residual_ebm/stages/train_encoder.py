@@ -1,0 +1,154 @@
+"""Our own encoders for BiT: masked-language modelling on the training blocks (section 4.1).
+
+An encoder reads exactly what its energy will read: the blocks through the same bridge, decoded to
+text first when its tokenizer is not the language model's.
+"""
+
+import numpy as np
+import torch
+from torch import Tensor
+from transformers import AutoModelForMaskedLM, PreTrainedModel, PreTrainedTokenizerFast
+
+from residual_ebm.config import SCRATCH, EncoderConfig, Recipe
+from residual_ebm.errors import UserError
+from residual_ebm.files.blocks import Blocks, read_blocks
+from residual_ebm.files.run_directory import RunDirectory
+from residual_ebm.files.storage import check_manifest, is_complete, new_folder, write_json
+from residual_ebm.files.tokenizers import train_tokenizer
+from residual_ebm.models.device import resolve_device, use_recipe_threads
+from residual_ebm.models.energy_inputs import TextBridge, TextInputs, decode_blocks
+from residual_ebm.models.loading import load_tokenizer
+from residual_ebm.models.masking import mask_tokens
+from residual_ebm.models.training import History, batch_indices, forget_training, train
+from residual_ebm.progress import QUIET, Progress
+from residual_ebm.randomness import generator, torch_seed
+from residual_ebm.stages.training_run import build_architecture, resume_folder, training_log
+
+SENTENCE = "Training the encoder {name} by masked-language modelling"
+_VALIDATION_BLOCKS = 256
+
+
+def run(recipe: Recipe, run_dir: RunDirectory, progress: Progress = QUIET) -> None:
+    use_recipe_threads(recipe)
+    for config in recipe.encoders:
+        if not is_complete(run_dir.encoder(config.name)):
+            progress.stage(SENTENCE.format(name=config.name))
+            _make(recipe, config, run_dir, progress)
+        forget_training(resume_folder(run_dir.encoder(config.name)))
+
+
+def _make(recipe: Recipe, config: EncoderConfig, run_dir: RunDirectory, progress: Progress) -> None:
+    check_manifest(run_dir.blocks)
+    lm_tokenizer = load_tokenizer(str(run_dir.blocks / "tokenizer"), "tokenizer")
+    blocks = {
+        split: read_blocks(run_dir.blocks / f"{split}.arrow") for split in ("train", "validation")
+    }
+    tokenizer = _tokenizer(config, lm_tokenizer, blocks["train"])
+    model = _initial_model(recipe, config, tokenizer).to(resolve_device(recipe.device))
+    history = _train(recipe, config, model, lm_tokenizer, tokenizer, blocks, run_dir, progress)
+    with new_folder(run_dir.encoder(config.name)) as temporary:
+        model.save_pretrained(temporary)
+        tokenizer.save_pretrained(temporary)
+        write_json(temporary / "training.json", {"validations": history.validations})
+
+
+def _tokenizer(
+    config: EncoderConfig, lm_tokenizer: PreTrainedTokenizerFast, train_blocks: Blocks
+) -> PreTrainedTokenizerFast:
+    field = f"encoders.{config.name}.tokenizer"
+    tokenizer = lm_tokenizer
+    if config.tokenizer is not None and config.tokenizer.source == SCRATCH:
+        texts = decode_blocks(
+            lm_tokenizer,
+            torch.from_numpy(train_blocks.ids_BT),
+            torch.from_numpy(train_blocks.length_B),
+            "\n",
+        )
+        tokenizer = train_tokenizer(texts, config.tokenizer.kind, config.tokenizer.vocab_size)
+    elif config.tokenizer is not None:
+        tokenizer = load_tokenizer(config.tokenizer.source, f"{field}.source")
+    if tokenizer.mask_token_id is None:
+        raise UserError(field, tokenizer.name_or_path, "has no mask token; train one from scratch")
+    return tokenizer
+
+
+def _initial_model(
+    recipe: Recipe, config: EncoderConfig, tokenizer: PreTrainedTokenizerFast
+) -> PreTrainedModel:
+    architecture = build_architecture(
+        config.architecture,
+        f"encoders.{config.name}.architecture",
+        recipe.block.length,
+        vocab_size=len(tokenizer),
+        pad_token_id=tokenizer.pad_token_id,
+    )
+    try:
+        with torch_seed(recipe.seed, "encoder", config.name):
+            return AutoModelForMaskedLM.from_config(architecture)
+    except ValueError:
+        raise UserError(
+            f"encoders.{config.name}.architecture.model_type",
+            config.architecture["model_type"],
+            "has no masked-language model; use bert, roberta or modernbert",
+        ) from None
+
+
+def _train(
+    recipe: Recipe,
+    config: EncoderConfig,
+    model: PreTrainedModel,
+    lm_tokenizer: PreTrainedTokenizerFast,
+    tokenizer: PreTrainedTokenizerFast,
+    blocks: dict[str, Blocks],
+    run_dir: RunDirectory,
+    progress: Progress,
+) -> History:
+    bridge = TextBridge(
+        lm_tokenizer, tokenizer, getattr(model.config, "max_position_embeddings", None)
+    )
+    training = config.training
+
+    def loss_of(part: Blocks, step: int, purpose: str) -> Tensor:
+        inputs = bridge(torch.from_numpy(part.ids_BT), torch.from_numpy(part.length_B))
+        draw = generator(recipe.seed, config.name, purpose, step)
+        masked = mask_tokens(
+            inputs.ids_BL, inputs.mask_BL, tokenizer, config.mask_probability, draw
+        )
+        return _loss(model, TextInputs(masked.ids_BL, inputs.mask_BL), masked.target_BL)
+
+    def loss_at(step: int) -> Tensor:
+        chosen = batch_indices(
+            len(blocks["train"]), training.batch_size, step, recipe.seed, config.name
+        )
+        return loss_of(blocks["train"].select(chosen), step, "mask")
+
+    def validate() -> dict[str, float]:
+        count = min(_VALIDATION_BLOCKS, len(blocks["validation"]))
+        total = 0.0
+        for start in range(0, count, training.batch_size):
+            chosen = np.arange(start, min(start + training.batch_size, count))
+            part = blocks["validation"].select(chosen)
+            # Keyed by the place, not the step: every validation hides the same tokens.
+            total += loss_of(part, start, "validation_mask").item() * len(part)
+        return {"loss": total / count}
+
+    return train(
+        model,
+        training,
+        loss_at=loss_at,
+        validate=validate,
+        seed=recipe.seed,
+        folder=resume_folder(run_dir.encoder(config.name)),
+        log=training_log(run_dir, "train-encoder", config.name),
+        progress=progress,
+        label=config.name,
+    )
+
+
+def _loss(model: PreTrainedModel, inputs: TextInputs, target_BL: Tensor) -> Tensor:
+    logits_BLV = model(
+        input_ids=inputs.ids_BL.to(model.device), attention_mask=inputs.mask_BL.to(model.device)
+    ).logits
+    return torch.nn.functional.cross_entropy(
+        logits_BLV.flatten(0, 1).float(), target_BL.flatten().to(model.device)
+    )

@@ -1,0 +1,145 @@
+"""Language models: trained from scratch, adapted from a pretrained one, or taken as they are."""
+
+import math
+from collections.abc import Iterator
+
+import numpy as np
+import torch
+from torch import Tensor
+from transformers import AutoModelForCausalLM, PreTrainedModel, PreTrainedTokenizerFast
+
+from residual_ebm.config import SCRATCH, LanguageModelConfig, Recipe
+from residual_ebm.errors import UserError
+from residual_ebm.files.blocks import cut_blocks, read_documents_ids
+from residual_ebm.files.run_directory import RunDirectory
+from residual_ebm.files.storage import check_manifest, is_complete, new_folder, write_json
+from residual_ebm.models.device import resolve_device, use_recipe_threads
+from residual_ebm.models.language_model import end_of_text_id
+from residual_ebm.models.loading import load_pretrained, load_tokenizer
+from residual_ebm.models.training import History, batch_indices, forget_training, train
+from residual_ebm.progress import QUIET, Progress
+from residual_ebm.randomness import torch_seed
+from residual_ebm.stages.training_run import build_architecture, resume_folder, training_log
+
+SENTENCE = "Training the language model {name}, which is P_LM"
+_VALIDATION_WINDOWS = 256
+
+
+def run(recipe: Recipe, run_dir: RunDirectory, progress: Progress = QUIET) -> None:
+    use_recipe_threads(recipe)
+    for config in recipe.language_models:
+        if not is_complete(run_dir.language_model(config.name)):
+            progress.stage(SENTENCE.format(name=config.name))
+            _make(recipe, config, run_dir, progress)
+        forget_training(resume_folder(run_dir.language_model(config.name)))
+
+
+def _make(
+    recipe: Recipe, config: LanguageModelConfig, run_dir: RunDirectory, progress: Progress
+) -> None:
+    check_manifest(run_dir.blocks)
+    tokenizer = load_tokenizer(str(run_dir.blocks / "tokenizer"), "tokenizer")
+    model = _initial_model(recipe, config, tokenizer).to(resolve_device(recipe.device))
+    folder = run_dir.language_model(config.name)
+    history = History()
+    if config.training is not None:
+        history = _train(recipe, config, model, run_dir, progress)
+    with new_folder(folder) as temporary:
+        model.save_pretrained(temporary)
+        tokenizer.save_pretrained(temporary)
+        write_json(temporary / "training.json", {"validations": history.validations})
+
+
+def _initial_model(
+    recipe: Recipe, config: LanguageModelConfig, tokenizer: PreTrainedTokenizerFast
+) -> PreTrainedModel:
+    field = f"language_models.{config.name}"
+    if config.source != SCRATCH:
+        model = load_pretrained(
+            AutoModelForCausalLM, config.source, f"{field}.source", dtype=torch.float32
+        )
+        if len(tokenizer) > model.get_input_embeddings().weight.shape[0]:
+            raise UserError(
+                "tokenizer.source",
+                recipe.tokenizer.source,
+                f"has {len(tokenizer)} tokens, more than {config.source} knows; use its own",
+            )
+        return model
+    assert config.architecture is not None
+    end_of_text = end_of_text_id(tokenizer)
+    architecture = build_architecture(
+        config.architecture,
+        f"{field}.architecture",
+        recipe.block.length,
+        vocab_size=len(tokenizer),
+        bos_token_id=end_of_text,
+        eos_token_id=end_of_text,
+        pad_token_id=end_of_text,
+    )
+    with torch_seed(recipe.seed, "language_model", config.name):
+        return AutoModelForCausalLM.from_config(architecture)
+
+
+def _train(
+    recipe: Recipe,
+    config: LanguageModelConfig,
+    model: PreTrainedModel,
+    run_dir: RunDirectory,
+    progress: Progress,
+) -> History:
+    assert config.training is not None
+    training = config.training
+    windows = {split: _windows(recipe, run_dir, split) for split in ("train", "validation")}
+
+    def loss_at(step: int) -> Tensor:
+        chosen = batch_indices(
+            len(windows["train"]), training.batch_size, step, recipe.seed, config.name
+        )
+        return _loss(model, windows["train"][chosen])
+
+    def validate() -> dict[str, float]:
+        total = count = 0.0
+        for ids_BT in _batches(windows["validation"][:_VALIDATION_WINDOWS], training.batch_size):
+            total += _loss(model, ids_BT).item() * len(ids_BT)
+            count += len(ids_BT)
+        return {"loss": total / count, "perplexity": math.exp(total / count)}
+
+    return train(
+        model,
+        training,
+        loss_at=loss_at,
+        validate=validate,
+        seed=recipe.seed,
+        folder=resume_folder(run_dir.language_model(config.name)),
+        log=training_log(run_dir, "train-lm", config.name),
+        progress=progress,
+        label=config.name,
+    )
+
+
+def _windows(recipe: Recipe, run_dir: RunDirectory, split: str) -> np.ndarray:
+    """The split as one stream, end-of-text between documents, cut every T tokens.
+
+    Also in `until_end` mode: the LM learns from whole documents, the short ones too.
+    """
+    documents = read_documents_ids(run_dir.blocks / f"documents-{split}.arrow")
+    tokenizer = load_tokenizer(str(run_dir.blocks / "tokenizer"), "tokenizer")
+    stream = recipe.block.model_copy(update={"continuation": "fixed"})
+    windows = cut_blocks([list(ids) for ids in documents], stream, end_of_text_id(tokenizer))
+    if not len(windows):
+        raise UserError(
+            "corpus.path", recipe.corpus.path, f"too small for one {split} window; give more text"
+        )
+    return windows.ids_BT
+
+
+def _batches(ids_BT: np.ndarray, batch_size: int) -> Iterator[np.ndarray]:
+    for start in range(0, len(ids_BT), batch_size):
+        yield ids_BT[start : start + batch_size]
+
+
+def _loss(model: PreTrainedModel, ids_BT: np.ndarray) -> Tensor:
+    """Mean cross-entropy of every token after the first."""
+    ids = torch.from_numpy(ids_BT).to(model.device)
+    logits_BTV = model(ids, use_cache=False).logits[:, :-1]
+    return torch.nn.functional.cross_entropy(logits_BTV.flatten(0, 1).float(), ids[:, 1:].flatten())
