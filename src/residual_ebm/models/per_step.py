@@ -1,0 +1,62 @@
+"""The joint model one token at a time (section 3.2, equation 5).
+
+With A_t = E[exp(-E) | x_<=t], the mean over what P_LM would write after x_<=t,
+
+    P(x_t | x_<t) = P_LM(x_t | x_<t) A_t / A_(t-1).
+
+A_p is Z(prefix); A_T is exp(-E(x)), exact. The numerator of a step is the denominator of the next,
+so a chain of T - p estimates serves every step.
+
+Shapes: S = steps + 1 links of the chain, C steps.
+"""
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from residual_ebm.estimation.importance import log_weight
+from residual_ebm.models.joint import JointModel
+from residual_ebm.randomness import derive_seed
+
+
+@dataclass(frozen=True)
+class StepChain:
+    """Bounds of log A_p ... log A_T for one block; the last link is exact."""
+
+    lower_S: Tensor
+    upper_S: Tensor
+    lm_log_prob_C: Tensor
+
+    def log_prob_bounds(self) -> tuple[Tensor, Tensor]:
+        """Bounds of log P(x_t | x_<t): lower numerator over upper denominator, and the reverse."""
+        lower_C = self.lm_log_prob_C + self.lower_S[1:] - self.upper_S[:-1]
+        upper_C = self.lm_log_prob_C + self.upper_S[1:] - self.lower_S[:-1]
+        return lower_C, upper_C
+
+
+def step_chain(joint: JointModel, ids_T: Tensor, num_samples: int, *, seed: int) -> StepChain:
+    """The chain of one block without padding; `num_samples` completions for each link."""
+    start, horizon = joint.block.prefix_length, joint.block.length
+    lower, upper = [], []
+    for length in range(start, len(ids_T)):
+        scored = joint.propose(
+            ids_T[:length],
+            num_samples,
+            num_tokens=horizon - length,
+            seed=derive_seed(seed, "per_step", length),
+        )
+        bounds = scored.log_partition()
+        lower.append(float(bounds.lower))
+        upper.append(float(bounds.upper))
+    # Padded to the horizon, as every block of a batch is.
+    padding = torch.full((horizon - len(ids_T),), joint.language_model.end_of_text)
+    block_1T = torch.cat([ids_T, padding])[None]
+    length_1 = torch.tensor([len(ids_T)])
+    last = float(log_weight(joint.energy(block_1T, length_1))[0])
+    log_prob_1C = joint.language_model.log_prob(block_1T, start, length_1).double().cpu()
+    return StepChain(
+        torch.tensor([*lower, last], dtype=torch.float64),
+        torch.tensor([*upper, last], dtype=torch.float64),
+        log_prob_1C[0, : len(ids_T) - start],
+    )
