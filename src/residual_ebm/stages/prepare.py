@@ -20,6 +20,7 @@ from residual_ebm.progress import QUIET, Progress
 from residual_ebm.randomness import derive_seed
 
 SENTENCE = "Reading the corpus and cutting it into blocks"
+_SPLITS_WITH_FLOOR = ("validation", "test")  # the splits whose perplexity has a known floor
 
 
 def run(recipe: Recipe, run_dir: RunDirectory, progress: Progress = QUIET) -> None:
@@ -52,11 +53,19 @@ def run(recipe: Recipe, run_dir: RunDirectory, progress: Progress = QUIET) -> No
             blocks = cut_blocks(documents, recipe.block, end_of_text)
             if not len(blocks):
                 _refuse_small_corpus(recipe, split, documents)
-            if config.path.startswith("grammar:") and recipe.tokenizer.kind == "word":
+            if split in _SPLITS_WITH_FLOOR and _symbols_are_tokens(recipe):
                 blocks = _with_true_log_prob(recipe, blocks, tokenizer)
             write_blocks(folder / f"{split}.arrow", blocks)
             write_documents(folder / f"documents-{split}.arrow", documents)
             progress.note(f"{split}: {len(documents)} documents, {len(blocks)} blocks")
+
+
+def _symbols_are_tokens(recipe: Recipe) -> bool:
+    return (
+        recipe.corpus.path.startswith("grammar:")
+        and recipe.tokenizer.source == SCRATCH
+        and recipe.tokenizer.kind == "word"
+    )
 
 
 def _tokenizer(recipe: Recipe, texts: list[str]) -> PreTrainedTokenizerFast:

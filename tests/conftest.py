@@ -1,0 +1,94 @@
+"""What the tests of the whole pipeline share: a small finished run, and the command line."""
+
+import os
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+# Before torch and the hub's libraries are imported, here and in the processes that tests start: the
+# tests need no network, and models this small are slower on two threads.
+os.environ["HF_HUB_OFFLINE"] = "1"
+os.environ["OMP_NUM_THREADS"] = "1"
+
+_TRAINING = {
+    "language_models.base": {"steps": 40, "validate_every": 20, "checkpoint_every": 10},
+    "encoders.encoder": {"steps": 20, "validate_every": 10, "checkpoint_every": 10},
+    "energies.unit": {"steps": 20, "validate_every": 10, "checkpoint_every": 5},
+    "energies.bit": {"steps": 20, "validate_every": 10, "checkpoint_every": 5},
+    "energies.heat": {"steps": 20, "validate_every": 10, "checkpoint_every": 5},
+}
+_SIZES = {
+    "corpus.num_generated": 300,
+    "negatives.num_prefixes": 96,
+    "negatives.num_validation_prefixes": 24,
+    "negatives.samples_per_prefix": 2,
+    "negatives.chunk_size": 64,
+    "negatives.chunks_per_shard": 1,
+    "proposals.num_validation_prefixes": 16,
+    "proposals.num_test_prefixes": 24,
+    "proposals.num_samples": 32,
+    "proposals.chunk_size": 128,
+    "proposals.chunks_per_shard": 2,
+    "evaluation.bootstrap_resamples": 200,
+}
+
+
+@pytest.fixture(scope="session", autouse=True)
+def _one_thread() -> None:
+    import torch
+
+    torch.set_num_threads(1)
+
+
+@pytest.fixture(scope="session")
+def tiny_overrides() -> list[str]:
+    """What makes `tiny` run in seconds: the same models and stages, few steps and prefixes."""
+    overrides = [f"{key}={value}" for key, value in _SIZES.items()]
+    for place, training in _TRAINING.items():
+        overrides += [f"{place}.training.{key}={value}" for key, value in training.items()]
+    return overrides
+
+
+@pytest.fixture(scope="session")
+def set_options(tiny_overrides: list[str]) -> list[str]:
+    """The same as arguments of the command line."""
+    return [part for override in tiny_overrides for part in ("--set", override)]
+
+
+@pytest.fixture(scope="session")
+def tiny_run(tmp_path_factory: pytest.TempPathFactory, tiny_overrides: list[str]) -> Path:
+    """A finished run of the shrunk `tiny` recipe; to be read, and copied by tests that alter it."""
+    from residual_ebm.files.run_directory import open_run
+    from residual_ebm.recipe_file import load_recipe
+    from residual_ebm.stages.pipeline import run_all
+
+    folder = tmp_path_factory.mktemp("tiny") / "run"
+    recipe = load_recipe("tiny", tiny_overrides)
+    with open_run(folder, recipe) as run_dir:
+        run_all(recipe, run_dir)
+    return folder
+
+
+@pytest.fixture
+def tiny_copy(tiny_run: Path, tmp_path: Path) -> Path:
+    """A copy of the finished run, for this test to alter."""
+    return Path(shutil.copytree(tiny_run, tmp_path / "run"))
+
+
+@pytest.fixture
+def rebm(capsys: pytest.CaptureFixture[str]) -> Callable[..., tuple[int, str, str]]:
+    """The command line in this process: exit code, standard output, standard error."""
+    from residual_ebm.cli import main
+
+    def call(*arguments: object) -> tuple[int, str, str]:
+        capsys.readouterr()
+        try:
+            code = main([str(argument) for argument in arguments])
+        except SystemExit as exit_:  # argparse leaves this way
+            code = exit_.code if isinstance(exit_.code, int) else 1
+        out, err = capsys.readouterr()
+        return code, out, err
+
+    return call
