@@ -1,4 +1,4 @@
-"""Every number belongs to its key: nothing else can change it, and another key gives another one."""
+"""Every number belongs to its key: nothing else changes it, and another key gives another one."""
 
 import numpy as np
 import pytest
@@ -47,9 +47,18 @@ def test_uniforms_are_uniform_along_every_part_of_the_key() -> None:
 
 
 def test_derived_seeds_tell_their_keys_apart() -> None:
-    keys = [(0,), (1,), (0, "a"), (0, "a", 1), (0, "a", 11), (0, "a1"), (0, "b"), (1, "a")]
-    assert len({derive_seed(*key) for key in keys}) == len(keys)
-    assert all(0 <= derive_seed(*key) < 2**64 for key in keys)
+    keys: list[tuple[object, ...]] = [
+        (),
+        ("a",),
+        ("a", 1),
+        ("a", 11),
+        ("a", "1", 1),
+        ("a1",),
+        ("b",),
+    ]
+    seeds = {derive_seed(seed, *key) for seed in (0, 1) for key in keys}
+    assert len(seeds) == 2 * len(keys)
+    assert all(0 <= seed < 2**64 for seed in seeds)
     # Written down once: a run resumed with another version must not draw other numbers.
     assert derive_seed(0, "negatives", "base") == 15343678195370226642
 

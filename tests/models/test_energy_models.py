@@ -83,7 +83,7 @@ def test_tokens_after_the_end_never_change_the_energy(name: str) -> None:
     assert ((longer_N - before_N).abs() > 1e-3)[padding_NT.any(-1)].all()
 
 
-@pytest.mark.parametrize("name", ["unit", "bit", "bit_bpe"])
+@each_energy
 def test_padded_or_not_the_energies_are_the_same(name: str) -> None:
     ids_NT, length_N = all_blocks()
     energy = energy_model(name)
@@ -95,8 +95,7 @@ def test_padded_or_not_the_energies_are_the_same(name: str) -> None:
 
 
 def test_heat_masks_padding_as_if_it_were_not_there() -> None:
-    # HeaT reads the last T - p tokens of a block, so its blocks come padded to the horizon: the
-    # network itself is asked for a shorter continuation.
+    # The network itself, asked for a shorter continuation.
     ids_NT, length_N = all_blocks()
     energy = energy_model("heat")
     padded_N = energy.energy(ids_NT, length_N)
@@ -235,7 +234,6 @@ def test_a_saved_energy_is_the_same_energy(name: str, tmp_path: Path) -> None:
 
 
 @each_energy
-@toys.plain_kernels()
 def test_an_energy_loaded_in_bfloat16_is_nearly_the_same(name: str, tmp_path: Path) -> None:
     energy_model(name).save_pretrained(tmp_path / "energy")
     loaded = EnergyModel.from_pretrained(
@@ -254,7 +252,7 @@ def test_an_energy_loaded_in_bfloat16_is_nearly_the_same(name: str, tmp_path: Pa
 def test_an_energy_is_refused_by_another_language_model(name: str, tmp_path: Path) -> None:
     energy_model(name).save_pretrained(tmp_path / "energy")
     other = LanguageModel(toys.causal_model(seed=7), toys.word_tokenizer(), "another")
-    with pytest.raises(UserError, match="trained against another language model.*train the energy"):
+    with pytest.raises(UserError, match="trained against another language model"):
         EnergyModel.from_pretrained(tmp_path / "energy", other, precision="float32")
 
 
@@ -289,10 +287,10 @@ def test_gradients_reach_the_network_and_never_the_language_model(name: str) -> 
     (energy(ids_NT, length_N) * weight_N).sum().backward()
     for parameter_name, parameter in energy.network.named_parameters():
         assert parameter.grad is not None, parameter_name
-    first = next(iter(energy.network.parameters()))
-    assert first.grad is not None
-    assert first.grad.abs().max() > 1e-4
-    assert energy.network.scalar.weight.grad.abs().max() > 1e-4
+    # The first layer and the last.
+    for weight in (next(iter(energy.network.parameters())), energy.network.scalar.weight):
+        assert weight.grad is not None
+        assert weight.grad.abs().max() > 1e-4
     own = {id(parameter) for parameter in energy.network.parameters()}
     for parameter in energy.language_model.model.parameters():
         assert id(parameter) not in own
@@ -313,8 +311,7 @@ def test_a_step_along_the_gradient_lowers_the_energy(name: str) -> None:
     assert energy.energy(good).mean() < energy.energy(bad).mean() - 0.1
 
 
-@toys.plain_kernels()
-def test_heat_sees_the_same_language_model_under_autocast(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_heat_sees_the_same_language_model_under_autocast() -> None:
     energy = toys.trained_energy("heat")
     ids_NT, _ = all_blocks("fixed")
     seen = []
@@ -330,7 +327,6 @@ def test_heat_sees_the_same_language_model_under_autocast(monkeypatch: pytest.Mo
     assert rounded_N.dtype == torch.float32
     assert not torch.equal(rounded_N, exact_N)
     assert (rounded_N - exact_N).abs().mean() < 0.1
-    monkeypatch.undo()
 
 
 @each_energy
@@ -341,16 +337,17 @@ def test_training_an_energy_leaves_the_dropout_of_the_language_model_off(name: s
     assert not energy.language_model.model.training
 
 
-def test_a_block_too_long_for_the_energy_is_refused() -> None:
-    for name in ("bit", "bit_bpe"):
-        energy = energy_model(name)
-        assert isinstance(energy.network, TransformerEnergy)
-        context = energy.network.backbone.config.max_position_embeddings
-        ids_BT = torch.full((1, context + 1), 3)
-        with pytest.raises(UserError, match=f"at most {context}"):
-            energy.energy(ids_BT)
+@pytest.mark.parametrize("name", ["bit", "bit_bpe"])
+def test_a_block_too_long_for_the_energy_is_refused(name: str) -> None:
+    energy = energy_model(name)
+    assert isinstance(energy.network, TransformerEnergy)
+    context = energy.network.backbone.config.max_position_embeddings
+    with pytest.raises(UserError, match=f"at most {context}"):
+        energy.energy(torch.full((1, context + 1), 3))
 
 
-def test_a_block_without_a_prefix_is_refused_by_heat() -> None:
-    with pytest.raises(UserError):
-        energy_model("heat").energy(torch.tensor([[3, 4, 5]]))
+@pytest.mark.parametrize("length", [1, 2, 3])
+def test_a_block_without_a_prefix_is_refused_by_heat(length: int) -> None:
+    assert length <= toys.NUM_NEW
+    with pytest.raises(UserError, match="prefix"):
+        energy_model("heat").energy(torch.full((1, length), 3))

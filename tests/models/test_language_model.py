@@ -73,21 +73,20 @@ def test_the_windows_of_the_toys_are_felt(model_type: str) -> None:
     assert (within - without).abs().max() > 0.1
 
 
-@toys.plain_kernels()
 def test_bfloat16_samples_are_scored_as_bfloat16() -> None:
     """The type that samples is the type that scores. Rounding depends on the batch's shape and on
-    the cache: 0.1 nats a token at most, 0.01 on average, for logits of size 5 and 8 bits."""
+    the cache: 0.05 nats a token at most, 0.003 on average, for logits below 4 in 8 bits."""
     lm = LanguageModel(toys.causal_model().to(torch.bfloat16), toys.word_tokenizer())
     decoded = chunk(lm, PREFIX[None], [0], num_samples=300)
     ids_NT = torch.cat([PREFIX.expand(300, -1), decoded.ids_NC], dim=1)
     own_NC = lm.log_prob(ids_NT, len(PREFIX))
     assert own_NC.dtype == decoded.log_prob_NC.dtype == torch.float32
     difference_NC = (decoded.log_prob_NC - own_NC).abs()
-    assert difference_NC.max() < 0.1
-    assert difference_NC.mean() < 0.01
+    assert difference_NC.max() < 0.05
+    assert difference_NC.mean() < 0.003
     # The float32 model is another distribution, further away than that.
     float32_NC = toys.language_model().log_prob(ids_NT, len(PREFIX))
-    assert (float32_NC - own_NC).abs().mean() > 2 * difference_NC.mean()
+    assert (float32_NC - own_NC).abs().mean() > 0.01
 
 
 def chunk(
@@ -301,7 +300,6 @@ def test_few_logits_at_once_give_the_same_numbers(monkeypatch: pytest.MonkeyPatc
         assert torch.allclose(parts.entropy_BC, whole.entropy_BC, atol=1e-6)
 
 
-@toys.plain_kernels()
 def test_autocast_around_it_does_not_change_the_language_model() -> None:
     # HeaT trains under autocast; the features it sees there are those it sees later.
     lm = toys.language_model()

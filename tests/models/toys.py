@@ -1,4 +1,4 @@
-"""A toy world in which everything can be enumerated: five words, prefixes of three, random networks.
+"""A toy world in which everything can be enumerated: seven tokens, three given, three to come.
 
 Every network has random weights, scaled up so that its distribution is far from uniform and depends
 on every token before; energies are scaled to a standard deviation of one over all continuations.
@@ -8,8 +8,7 @@ the vocabulary, N continuations.
 """
 
 import itertools
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from functools import cache
 
@@ -60,17 +59,6 @@ ARCHITECTURES: dict[str, dict[str, object]] = {
     },
     "mistral": {**_GROUPED, "sliding_window": 3},
 }
-
-
-@contextmanager
-def plain_kernels() -> Iterator[None]:
-    """Around tests in bfloat16: oneDNN believes a virtual machine that claims to have AMX, and the
-    first larger product ends the process (SIGILL). The laws do not depend on the kernel."""
-    before = torch.backends.mkldnn.set_flags(_enabled=False)[0]
-    try:
-        yield
-    finally:
-        torch.backends.mkldnn.set_flags(_enabled=before)
 
 
 def scale_up(model: PreTrainedModel, factor: float) -> PreTrainedModel:
@@ -169,7 +157,9 @@ class Everything:
 
     def number_of(self, new_ids_MC: Tensor) -> Tensor:
         """Which of the continuations each row is."""
-        key_N, key_M = (_as_number(ids) for ids in (self.ids_NT[:, len(self.prefix_P) :], new_ids_MC))
+        key_N, key_M = (
+            _as_number(ids) for ids in (self.ids_NT[:, len(self.prefix_P) :], new_ids_MC)
+        )
         sorted_N, order_N = key_N.sort()
         place_M = torch.searchsorted(sorted_N, key_M)
         assert torch.equal(sorted_N[place_M], key_M), "a row is not among the continuations"

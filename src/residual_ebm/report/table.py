@@ -16,62 +16,45 @@ def print_results(results: dict[str, Any], console: Console) -> None:
 
 
 def _perplexity_table(results: dict[str, Any]) -> Table:
-    counts = results["num_prefixes"]
-    table = Table(box=box.SIMPLE_HEAD, pad_edge=False)
+    table = Table(box=box.SIMPLE_HEAD, pad_edge=False, padding=(0, 1, 0, 0))
     table.add_column("model")
-    table.add_column("parameters", justify="right")
-    table.add_column(f"validation ({counts['validation']})", justify="right")
-    table.add_column(f"test ({counts['test']})", justify="right")
-    table.add_column("95 % interval", justify="right")
-    table.add_column("test - base", justify="right")
-    table.add_column("ESS", justify="right")
-    table.add_column("flags", justify="right")
-    floor = results["floor"]
+    for heading in ("params", "val", "test", "95 %", "minus base", "ESS", "flags"):
+        table.add_column(heading, justify="right", no_wrap=True)
     for row in results["language_models"]:
-        table.add_row(
-            escape(row["name"]),
-            _count(row["parameters"]),
-            _number(row["validation"]["value"]),
-            _number(row["test"]["value"]),
-            _interval(row["test"]["published"]),
-            "",
-            "",
-            "",
-        )
+        _add_exact(table, row["name"], row, _count(row["parameters"]))
     for row in results["joint_models"]:
         test = row["test"]
-        scale = f" x{row['scale']:g}" if row["scaled"] else ""
         table.add_row(
-            escape(row["name"]) + scale,
+            escape(row["name"]),
             _count(row["parameters"]),
             _bounds(row["validation"]),
             _bounds(test),
             _interval(test["published"]),
-            _interval(test["difference_from_base"], signed=True),
+            _signed(test["difference_from_base"]),
             f"{test['effective_sample_size']:.0f}",
-            str(len(test["flags"]) or "none"),
+            str(len(test["flags"]) or "-"),
         )
-    if floor["test"]:
-        table.add_row(
-            "true distribution (floor)",
-            "",
-            _number(floor["validation"]["value"]),
-            _number(floor["test"]["value"]),
-            _interval(floor["test"]["published"]),
-            "",
-            "",
-            "",
-        )
+    if results["floor"]["test"]:
+        _add_exact(table, "truth (floor)", results["floor"], "")
     return table
 
 
+def _add_exact(table: Table, name: str, row: dict[str, Any], parameters: str) -> None:
+    values = (_number(row["validation"]["value"]), _number(row["test"]["value"]))
+    table.add_row(escape(name), parameters, *values, _interval(row["test"]["published"]))
+
+
 def _caption(results: dict[str, Any]) -> str:
+    counts = results["num_prefixes"]
     return (
         f"Perplexity of the {results['block_length'] - results['prefix_length']} tokens after a"
-        f" prefix of {results['prefix_length']} ({results['continuation']} continuations); joint"
-        f" models: lower to upper bound from n = {results['num_samples']} proposals a prefix."
-        " The 95 % interval is a bootstrap over documents, from the lower bound's 2.5 % to the"
-        " upper bound's 97.5 %. ESS: effective sample size of those n, mean over prefixes."
+        f" prefix of {results['prefix_length']} ({results['continuation']} continuations), on"
+        f" {counts['validation']} validation and {counts['test']} test prefixes. Joint models:"
+        f" lower to upper bound from n = {results['num_samples']} proposals a prefix; x1.2 means"
+        " that the energy is scaled by a factor fitted on validation. 95 %: bootstrap over"
+        " documents, from the lower bound's 2.5 % to the upper bound's 97.5 %; minus base: the same"
+        " for the upper bound minus the base, paired. ESS: effective sample size of those n, mean"
+        " over prefixes."
     )
 
 
@@ -133,10 +116,13 @@ def _bounds(row: dict[str, Any]) -> str:
     return f"{_number(row['lower'])}-{_number(row['upper'])}"
 
 
-def _interval(interval: dict[str, float | None], *, signed: bool = False) -> str:
-    low, high = interval["low"], interval["high"]
-    if low is None or high is None:
+def _interval(interval: dict[str, float | None]) -> str:
+    if interval["low"] is None or interval["high"] is None:
         return "one document"
-    if signed:
-        return f"{low:+.2f} to {high:+.2f}"
-    return f"{_number(low)}-{_number(high)}"
+    return f"{_number(interval['low'])}-{_number(interval['high'])}"
+
+
+def _signed(interval: dict[str, float | None]) -> str:
+    if interval["low"] is None or interval["high"] is None:
+        return "one document"
+    return f"{interval['low']:+.2f}/{interval['high']:+.2f}"

@@ -40,7 +40,7 @@ from residual_ebm.stages.proposals import SPLITS, evaluation_prefixes
 from residual_ebm.stages.score_proposals import real_log_prob, score_proposals
 
 SENTENCE = "Evaluating: perplexity of every model on the same prefixes"
-_LARGEST_SCALE = 2.0
+_LARGEST_SCALE = 4.0
 
 
 def run(recipe: Recipe, run_dir: RunDirectory, progress: Progress = QUIET) -> None:
@@ -134,24 +134,24 @@ def _energy_rows(
     )
     for split in SPLITS:
         score_proposals(recipe, config, run_dir, split, language_model, energy, progress)
-    scales = {"": 1.0}
+    scales = {False: 1.0}
     if recipe.evaluation.fit_energy_scale:
-        scales[" (scaled)"] = _fit_scale(*read_scored(run_dir, config.name, "validation"))
+        scales[True] = _fit_scale(*read_scored(run_dir, config.name, "validation"))
     training = read_json(run_dir.energy(config.name) / "training.json")
     return [
         {
-            "name": f"joint {config.name}{suffix}",
+            "name": f"joint {config.name}" + (f" x{scale:.2f}" if scaled else ""),
             "energy": config.name,
             "kind": config.kind,
             "language_model": name,
             "scale": scale,
-            "scaled": bool(suffix),
+            "scaled": scaled,
             "parameters": parameters[name] + energy.num_parameters,
             "energy_parameters": energy.num_parameters,
             "training": training,
             **{split: _joint_row(recipe, run_dir, config.name, split, scale) for split in SPLITS},
         }
-        for suffix, scale in scales.items()
+        for scaled, scale in scales.items()
     ]
 
 
