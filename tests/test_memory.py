@@ -17,7 +17,8 @@ from residual_ebm.progress import QUIET
 from residual_ebm.stages.sampling import draw_samples
 
 run, out = map(Path, sys.argv[1:])
-language_model = LanguageModel.from_pretrained(run / "language_models" / "base", precision="float32")
+folder = run / "language_models" / "base"
+language_model = LanguageModel.from_pretrained(folder, precision="float32")
 blocks = read_blocks(run / "blocks" / "test.arrow")
 peaks, counts = [], []
 for number in (2_000, 20_000):
@@ -26,8 +27,8 @@ for number in (2_000, 20_000):
         blocks,
         np.array([0]),
         number,
-        block=BlockConfig(prefix_length=2, length=40),
-        sampling=SamplingConfig(chunk_size=1000, chunks_per_shard=1),
+        block=BlockConfig(prefix_length=2, length=30),
+        sampling=SamplingConfig(chunk_size=500, chunks_per_shard=1),
         folder=out / str(number),
         seed=0,
         progress=QUIET,
@@ -46,4 +47,5 @@ def test_ten_times_the_proposals_need_no_more_memory(tiny_run: Path, tmp_path: P
     measured = json.loads(done.stdout)
     assert measured["counts"] == [2_000, 20_000]
     few, many = measured["peaks"]
-    assert many - few < 8, f"{few:.0f} MB with 2,000 proposals, {many:.0f} MB with 20,000"
+    # Kept in memory, the larger set alone is 50 MB.
+    assert many - few < 15, f"{few:.0f} MB with 2,000 proposals, {many:.0f} MB with 20,000"

@@ -123,19 +123,19 @@ def test_draws_from_a_set_follow_its_weights(mode: ContinuationMode) -> None:
 
 @pytest.mark.parametrize(
     ("mode", "cut"),
-    [("fixed", {}), ("until_end", {}), ("fixed", {"top_k": 3}), ("until_end", {"top_p": 0.9})],
+    [("fixed", {}), ("until_end", {}), ("fixed", {"top_k": 3}), ("until_end", {"top_p": 0.8})],
     ids=str,
 )
 def test_joint_samples_follow_the_target_they_state(
     mode: ContinuationMode, cut: dict[str, float]
 ) -> None:
-    every, joint = toys.everything(mode), toys.joint_model("unit", mode)
+    every, joint = toys.everything(mode), toys.joint_model("bit", mode)
     base_N = toys.truncated_log_prob(joint.language_model, every, **cut)  # type: ignore[arg-type]
     log_weight_N = -joint.energy(every.ids_NT, every.length_N).double()
     target_N = (base_N + log_weight_N).softmax(0)
     rows = []
     for seed in range(400):
-        sample = joint.sample(toys.PROMPT, 48, seed=seed, **cut)  # type: ignore[arg-type]
+        sample = joint.sample(toys.PROMPT, 64, seed=seed, **cut)  # type: ignore[arg-type]
         rows.append([*sample.ids_T.tolist(), *[toys.END] * (toys.NUM_NEW - len(sample.ids_T))])
     counts_N = every.counts(torch.tensor(rows))
     assert toys.chi_square_p(counts_N, target_N) > 1e-3

@@ -119,7 +119,7 @@ def fresh_energy(name: str, mode: ContinuationMode = "fixed") -> EnergyModel:
             return EnergyModel.new_head(head, info, lm)
     if name == "unit":
         return EnergyModel.from_backbone(
-            causal_model(seed=1).model, word_tokenizer(), energy_info("unit", mode), lm
+            causal_model().model, word_tokenizer(), energy_info("unit", mode), lm
         )
     tokenizer = bpe_tokenizer() if name == "bit_bpe" else word_tokenizer()
     return EnergyModel.from_backbone(bert(tokenizer), tokenizer, energy_info("bit", mode), lm)

@@ -1,0 +1,51 @@
+"""What the documents say must be so."""
+
+import re
+import shlex
+from pathlib import Path
+
+from residual_ebm.cli import build_parser
+from residual_ebm.command_help import command_help
+
+ROOT = Path(__file__).parents[1]
+PACKAGE = ROOT / "src" / "residual_ebm"
+
+
+def between(text: str, start: str, end: str) -> str:
+    return text.split(f"<!-- {start} -->")[1].split(f"<!-- {end} -->")[0]
+
+
+def test_command_help_is_fresh() -> None:
+    assert (ROOT / "docs" / "commands.md").read_text(encoding="utf-8") == command_help(), (
+        "run `make docs`"
+    )
+
+
+def test_the_tree_has_a_line_for_every_file() -> None:
+    tree = between((ROOT / "README.md").read_text(encoding="utf-8"), "tree", "end of tree")
+    listed, folder = set(), ""
+    for line in tree.splitlines():
+        entry = re.match(r"^( +)(\S+)(?: +(.*))?$", line)
+        if entry is None:
+            continue
+        indent, name, words = len(entry[1]), entry[2], entry[3]
+        if name.endswith("/"):
+            folder = name
+        else:
+            listed.add(f"{folder}{name}" if indent == 4 else name)
+            assert words, f"{name} has no description"
+    there = {
+        str(path.relative_to(PACKAGE))
+        for path in PACKAGE.rglob("*")
+        if path.suffix in (".py", ".yaml") and path.name != "__init__.py"
+    }
+    assert listed == there
+
+
+def test_commands_of_the_readme_are_understood() -> None:
+    readme = (ROOT / "README.md").read_text(encoding="utf-8")
+    commands = re.findall(r"^    \.venv/bin/rebm (.*?)(?:  +#.*)?$", readme, flags=re.MULTILINE)
+    assert len(commands) >= 4
+    parser = build_parser()
+    for command in commands:
+        assert parser.parse_args(shlex.split(command)).call
