@@ -99,7 +99,13 @@ def generate(
 
     joint = JointModel.from_pretrained(run, energy)
     sample = joint.sample(
-        prompt, num_proposals, num_tokens=num_tokens, top_k=top_k, top_p=top_p, seed=seed
+        prompt,
+        num_proposals,
+        num_tokens=num_tokens,
+        top_k=top_k,
+        top_p=top_p,
+        seed=seed,
+        progress=TerminalProgress(),
     )
     data: dict[str, Any] = {
         "text": sample.text,
@@ -162,7 +168,7 @@ def score(run: Path, energy: str | None, text: str, num_samples: int | None, see
     lines = [f"{'lm_log_prob':>12} {'energy':>9}  document"]
     lines += [f"{p['lm_log_prob']:12.3f} {p['energy']:+9.3f}  {p['document']}" for p in passages]
     if num_samples is not None:
-        report = joint.perplexity(texts, num_samples, seed=seed)
+        report = joint.perplexity(texts, num_samples, seed=seed, progress=TerminalProgress())
         data["perplexity"] = plain_numbers(report)
         base, estimate = report.base, report.joint
         lines += [

@@ -22,6 +22,7 @@ from rich.progress import (
 )
 
 _SECONDS_BETWEEN_LINES = 10.0
+_SECONDS_WORTH_A_LINE = 3.0
 
 
 class Bar:
@@ -99,7 +100,8 @@ class _LineBar(Bar):
     def advance(self, amount: int = 1, note: str = "") -> None:
         self._done += amount
         now = time.monotonic()
-        if now - self._last < _SECONDS_BETWEEN_LINES and self._done < self._total:
+        finished = self._done >= self._total and now - self._start > _SECONDS_WORTH_A_LINE
+        if now - self._last < _SECONDS_BETWEEN_LINES and not finished:
             return
         self._last = now
         rate = (self._done - self._before) / max(now - self._start, 1e-9)

@@ -23,6 +23,7 @@ from residual_ebm.models.energy_inputs import TextBridge
 from residual_ebm.models.energy_networks import HeadEnergy, TransformerEnergy
 from residual_ebm.models.language_model import LanguageModel, continuation_mask
 from residual_ebm.models.loading import load_pretrained, load_tokenizer
+from residual_ebm.progress import QUIET, Progress
 
 _INFO = "energy.json"
 _HEAD = "energy_head.safetensors"
@@ -151,13 +152,21 @@ class EnergyModel:
 
     @torch.inference_mode()
     def energy(
-        self, ids_BT: Tensor, length_B: Tensor | None = None, *, batch_size: int = 64
+        self,
+        ids_BT: Tensor,
+        length_B: Tensor | None = None,
+        *,
+        batch_size: int = 64,
+        progress: Progress = QUIET,
     ) -> Tensor:
         """Energies of blocks, float32; `length_B` counts a block's tokens without padding."""
         parts = []
-        for start in range(0, len(ids_BT), batch_size):
-            rows = slice(start, start + batch_size)
-            parts.append(self(ids_BT[rows], None if length_B is None else length_B[rows]).float())
+        with progress.bar("scoring", len(ids_BT)) as bar:
+            for start in range(0, len(ids_BT), batch_size):
+                rows = slice(start, start + batch_size)
+                lengths = None if length_B is None else length_B[rows]
+                parts.append(self(ids_BT[rows], lengths).float())
+                bar.advance(len(parts[-1]))
         return torch.cat(parts)
 
 

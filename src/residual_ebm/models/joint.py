@@ -30,6 +30,7 @@ from residual_ebm.models.device import use_recipe_threads
 from residual_ebm.models.energy import EnergyModel
 from residual_ebm.models.language_model import LanguageModel
 from residual_ebm.models.samplers import ScoredSet
+from residual_ebm.progress import QUIET, Progress
 from residual_ebm.randomness import derive_seed
 
 _BOOTSTRAP_RESAMPLES = 2000
@@ -116,6 +117,7 @@ class JointModel:
         num_tokens: int | None = None,
         top_k: int | None = None,
         top_p: float | None = None,
+        progress: Progress = QUIET,
     ) -> ScoredSet:
         """Continuations of a prefix up to the energy's horizon, with their energies."""
         prefix_ids = torch.as_tensor(prefix_ids).reshape(-1)
@@ -127,11 +129,13 @@ class JointModel:
             top_k=top_k,
             top_p=top_p,
             stop_at_end=self.block.continuation == "until_end",
+            progress=progress,
         )
         ids_NT = torch.cat(
             [prefix_ids.expand(num_proposals, -1).to(proposals.ids_NT), proposals.ids_NT], dim=1
         )
-        energy_N = self.energy(ids_NT.cpu(), len(prefix_ids) + proposals.length_N.cpu())
+        length_N = len(prefix_ids) + proposals.length_N.cpu()
+        energy_N = self.energy_model.energy(ids_NT.cpu(), length_N, progress=progress)
         return ScoredSet(proposals, energy_N.cpu())
 
     def sample(
@@ -143,6 +147,7 @@ class JointModel:
         top_k: int | None = None,
         top_p: float | None = None,
         seed: int = 0,
+        progress: Progress = QUIET,
     ) -> JointSample:
         """Algorithm 1. For fewer tokens than the horizon: draw the whole horizon, resample, then
         cut, which is an exact marginal; more tokens than the energy knows are refused."""
@@ -156,7 +161,9 @@ class JointModel:
                 f"this energy scores continuations of 1 to {horizon} tokens",
             )
         prefix_ids = self.encode_prompt(prompt)
-        scored = self.propose(prefix_ids, num_proposals, seed=seed, top_k=top_k, top_p=top_p)
+        scored = self.propose(
+            prefix_ids, num_proposals, seed=seed, top_k=top_k, top_p=top_p, progress=progress
+        )
         chosen = int(scored.draw(seed)[0])
         length = min(int(scored.proposals.length_N[chosen]), num_tokens or horizon)
         ids_T = scored.proposals.ids_NT[chosen, :length].cpu()
@@ -217,7 +224,12 @@ class JointModel:
         return torch.cat(log_probs).numpy(), torch.cat(energies).numpy()
 
     def perplexity(
-        self, texts: list[str], num_samples: int = 1000, *, seed: int = 0
+        self,
+        texts: list[str],
+        num_samples: int = 1000,
+        *,
+        seed: int = 0,
+        progress: Progress = QUIET,
     ) -> PerplexityReport:
         """Perplexity of texts, with bounds from `num_samples` proposals for each prefix."""
         if num_samples < 8:
@@ -227,14 +239,16 @@ class JointModel:
         blocks = self.blocks_of(texts)
         lm_log_prob_P, energy_P = self.score(blocks)
         summaries = []
-        for number, ids_T in enumerate(blocks.ids_BT):
-            scored = self.propose(
-                torch.from_numpy(ids_T[: self.block.prefix_length]),
-                num_samples,
-                seed=derive_seed(seed, "perplexity", number),
-            )
-            real = float(log_weight(torch.tensor(energy_P[number])))
-            summaries.append(summarise_prefix(scored.log_weight_N, real))
+        with progress.bar("prefixes", len(blocks)) as bar:
+            for number, ids_T in enumerate(blocks.ids_BT):
+                scored = self.propose(
+                    torch.from_numpy(ids_T[: self.block.prefix_length]),
+                    num_samples,
+                    seed=derive_seed(seed, "perplexity", number),
+                )
+                real = float(log_weight(torch.tensor(energy_P[number])))
+                summaries.append(summarise_prefix(scored.log_weight_N, real))
+                bar.advance()
         prefixes = Prefixes(
             lm_log_prob_P, blocks.length_B - self.block.prefix_length, blocks.document_B
         )

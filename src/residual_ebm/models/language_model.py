@@ -21,6 +21,7 @@ from residual_ebm.files.storage import fingerprint
 from residual_ebm.models.decoding import Decoded, Truncation, decode
 from residual_ebm.models.device import DTYPES, resolve_device
 from residual_ebm.models.loading import load_pretrained, load_tokenizer
+from residual_ebm.progress import QUIET, Progress
 from residual_ebm.randomness import uniform
 
 # Float32 copies of logits are made for this many numbers at a time: 64 MB.
@@ -145,24 +146,28 @@ class LanguageModel:
         top_p: float | None = None,
         stop_at_end: bool = False,
         chunk_size: int = 512,
+        progress: Progress = QUIET,
     ) -> Samples:
         """Continuations of one prefix; sample i depends on (seed, i), not on the chunk size."""
         truncation = Truncation(top_k, top_p)
         prefix_ids_GP = torch.as_tensor(prefix_ids).reshape(1, -1)
         self.check_context(prefix_ids_GP.shape[1] + num_tokens)
-        parts = [
-            self.sample_chunk(
-                prefix_ids_GP,
-                prefix_numbers=[0],
-                first_sample=first,
-                num_samples=min(chunk_size, num_samples - first),
-                num_tokens=num_tokens,
-                seed=seed,
-                truncation=truncation,
-                stop_at_end=stop_at_end,
-            )
-            for first in range(0, num_samples, chunk_size)
-        ]
+        parts = []
+        with progress.bar("sampling", num_samples) as bar:
+            for first in range(0, num_samples, chunk_size):
+                count = min(chunk_size, num_samples - first)
+                part = self.sample_chunk(
+                    prefix_ids_GP,
+                    prefix_numbers=[0],
+                    first_sample=first,
+                    num_samples=count,
+                    num_tokens=num_tokens,
+                    seed=seed,
+                    truncation=truncation,
+                    stop_at_end=stop_at_end,
+                )
+                parts.append(part)
+                bar.advance(count)
         return Samples(
             torch.cat([part.ids_NC for part in parts]),
             torch.cat([part.length_N for part in parts]),
