@@ -83,6 +83,14 @@ def test_two_levels_find_what_a_plain_search_finds(vocabulary: int) -> None:
         assert torch.equal(draw_many(prob_V, uniform_U), plain_search(prob_V, uniform_U))
 
 
+def test_tokens_lighter_than_the_rounding_of_float32_are_still_drawn() -> None:
+    # 1 + 1e-8 is 1 in float32: sums of that type would never leave the first token.
+    mass_V = torch.full((600,), 1e-8)
+    mass_V[0] = 1.0
+    between_U = 1 - (torch.arange(599, dtype=torch.float64) + 0.5) * 1e-8 / (1 + 599e-8)
+    assert draw_many(mass_V, between_U).tolist() == list(range(599, 0, -1))
+
+
 @pytest.mark.parametrize("vocabulary", SIZES)
 def test_each_token_gets_its_share_of_the_uniforms(vocabulary: int) -> None:
     between_U = (torch.arange(TOTAL, dtype=torch.float64) + 0.5) / TOTAL
@@ -196,6 +204,15 @@ def test_a_token_carries_both_its_log_probs() -> None:
     expected_N = log_prob_NV.gather(1, token_N[:, None])[:, 0]
     assert torch.allclose(log_prob_N.double(), expected_N, atol=1e-5)
     assert torch.allclose(proposal_N.double(), expected_N - best_N2.logsumexp(-1), atol=1e-5)
+
+
+def test_log_probs_of_bfloat16_logits_are_not_rounded_again() -> None:
+    logits_NV = random_log_prob(500).bfloat16()
+    uniform_N = torch.linspace(0, 1, 500, dtype=torch.float64)
+    token_N, log_prob_N, proposal_N = draw_token(logits_NV, uniform_N, UNTRUNCATED)
+    expected_N = logits_NV.double().log_softmax(-1).gather(1, token_N[:, None])[:, 0]
+    assert torch.allclose(log_prob_N.double(), expected_N, atol=1e-6)
+    assert torch.equal(proposal_N, log_prob_N)
 
 
 def decode_prompt(

@@ -89,7 +89,7 @@ def _train(
 ) -> History:
     assert config.training is not None
     training = config.training
-    windows = {split: _windows(recipe, run_dir, split) for split in ("train", "validation")}
+    windows = {split: training_windows(recipe, run_dir, split) for split in ("train", "validation")}
 
     def loss_at(step: int) -> Tensor:
         chosen = batch_indices(
@@ -117,7 +117,7 @@ def _train(
     )
 
 
-def _windows(recipe: Recipe, run_dir: RunDirectory, split: str) -> np.ndarray:
+def training_windows(recipe: Recipe, run_dir: RunDirectory, split: str) -> np.ndarray:
     """The split as one stream, end-of-text between documents, cut every T tokens.
 
     Also in `until_end` mode: the LM learns from whole documents, the short ones too.
