@@ -12,6 +12,10 @@ from pathlib import Path
 
 from safetensors import safe_open
 
+from residual_ebm.files.run_directory import open_run
+from residual_ebm.recipe_file import load_recipe
+from residual_ebm.stages.pipeline import run_all
+
 # Ten are asked for before a release; four are what every test run can afford.
 KILLS = int(os.environ.get("REBM_KILLS", "4"))
 STOPPED = "rebm: stopped; the same command goes on from here"
@@ -128,3 +132,27 @@ def test_ctrl_c_is_one_line_and_the_same_command_goes_on(
     _, err = process.communicate()
     assert process.returncode == 0, err
     assert_same_as_uninterrupted(out, tiny_run)
+
+
+def test_what_a_killed_process_left_half_written_is_cleared_away(
+    tiny_run: Path, tiny_copy: Path, tiny_overrides: list[str]
+) -> None:
+    shard = tiny_copy / "proposals" / "base" / "test" / "shard-00001.arrow"
+    shard.with_name(f".partial-{shard.name}").write_bytes(shard.read_bytes()[:100])
+    shard.unlink()
+    shard.with_name("manifest.json").unlink()
+    (tiny_copy / "blocks" / ".partial-old.arrow").write_bytes(b"")  # that nothing writes again
+    energy = tiny_copy / "energies" / "unit"
+    energy.rename(energy.with_name(".partial-unit"))
+    (tiny_copy / "results.json").unlink()
+    with (tiny_copy / "metrics.jsonl").open("a", encoding="utf-8") as file:
+        file.write('{"stage": "train-energy", "model": "unit", "st')
+    recipe = load_recipe("tiny", tiny_overrides)
+    with open_run(tiny_copy, recipe) as run_dir:
+        run_all(recipe, run_dir)
+    assert shards(tiny_copy) == shards(tiny_run)
+    assert (tiny_copy / "results.json").read_bytes() == (tiny_run / "results.json").read_bytes()
+    assert not list(tiny_copy.rglob(".partial-*"))
+    assert sorted(read_lines(tiny_copy / "metrics.jsonl")) == sorted(
+        read_lines(tiny_run / "metrics.jsonl")
+    )

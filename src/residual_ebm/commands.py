@@ -67,11 +67,10 @@ def _show_results(data: dict[str, Any], folder: Path) -> None:
 
 def results(run: Path) -> Output:
     from residual_ebm.files.run_directory import RunDirectory
-    from residual_ebm.files.storage import read_json
 
     run_dir = RunDirectory(run)
     run_dir.recipe()
-    data = read_json(run_dir.results)
+    data = run_dir.read_results()
     return Output(data, lambda: _show_results(data, run))
 
 
@@ -150,7 +149,12 @@ def score(run: Path, energy: str | None, text: str, num_samples: int | None, see
     from residual_ebm.models.joint import JointModel
     from residual_ebm.stages.evaluate import plain_numbers
 
-    documents = read_documents(text).documents
+    try:
+        documents = read_documents(text).documents
+    except UserError as error:
+        # The reader speaks of the recipe's field; here the text is an argument.
+        field = "text" if error.field == "corpus.path" else error.field
+        raise UserError(field, error.value, error.remedy) from None
     joint = JointModel.from_pretrained(run, energy)
     texts = [document.text for document in documents]
     blocks = joint.blocks_of(texts)

@@ -25,6 +25,7 @@ ContinuationMode = Literal["fixed", "until_end"]
 EnergyKind = Literal["unit", "bit", "heat"]
 
 SCRATCH = "scratch"
+TRAINING_SUFFIX = ".training"  # of the folder a training resumes from, beside its result
 
 
 def refusal(remedy: str, *, at: str | None = None, value: object = None) -> PydanticCustomError:
@@ -36,6 +37,8 @@ def refusal(remedy: str, *, at: str | None = None, value: object = None) -> Pyda
 def _check_file_name(name: str) -> str:
     if not re.fullmatch(r"[A-Za-z0-9][A-Za-z0-9._-]*", name):
         raise refusal("names a folder: use letters, digits, '.', '_' and '-', e.g. base-lm")
+    if name.endswith(TRAINING_SUFFIX):
+        raise refusal(f"{TRAINING_SUFFIX} marks a training under way; end the name otherwise")
     return name
 
 
@@ -181,6 +184,16 @@ class HeadConfig(Section):
     num_layers: Count = 2
     num_heads: Count = 4
     dropout: Annotated[float, Field(ge=0, lt=1)] = 0.1
+
+    @model_validator(mode="after")
+    def _heads_share_the_size(self) -> Self:
+        if self.hidden_size % self.num_heads:
+            raise refusal(
+                f"must divide hidden_size, which is {self.hidden_size}",
+                at="num_heads",
+                value=self.num_heads,
+            )
+        return self
 
 
 class EnergyConfig(Section):

@@ -54,7 +54,7 @@ def load_recipe(name_or_file: str, overrides: Sequence[str] = ()) -> Recipe:
     """A recipe by name or from a file, with `key.path=value` overrides, checked."""
     path = Path(name_or_file)
     names = recipe_names()
-    if path.suffix in (".yaml", ".yml") or path.is_file():
+    if path.suffix in (".yaml", ".yml") or _is_file(path):
         try:
             text = path.read_text(encoding="utf-8")
         except (OSError, UnicodeDecodeError) as error:
@@ -78,6 +78,13 @@ def load_recipe(name_or_file: str, overrides: Sequence[str] = ()) -> Recipe:
     for override in overrides:
         apply_override(tree, override)
     return check_recipe(tree)
+
+
+def _is_file(path: Path) -> bool:
+    try:
+        return path.is_file()
+    except OSError:  # too long to be a path at all
+        return False
 
 
 def check_recipe(tree: dict[str, Any]) -> Recipe:

@@ -381,8 +381,9 @@ def test_run_directory_keeps_its_recipe(tmp_path: Path) -> None:
 )
 def test_another_recipe_is_refused_by_its_key(tmp_path: Path, key: str, shown: str) -> None:
     old, new = (load_recipe("tiny", [f"{key}={value}"]) for value in (7, 8))
-    with open_run(tmp_path, old):
-        pass
+    with open_run(tmp_path, old) as run_dir:
+        run_dir.blocks.mkdir()
+        (run_dir.blocks / "made").touch()
     before = everything_in(tmp_path)
     with pytest.raises(UserError) as caught, open_run(tmp_path, new):
         pass

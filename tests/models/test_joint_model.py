@@ -312,10 +312,14 @@ def test_an_empty_prompt_is_refused(prompt: str) -> None:
 def test_a_prompt_longer_than_the_context_is_refused(name: str) -> None:
     longest = toys.CONTEXT - toys.NUM_NEW
     toys.joint_model(name).sample("ba " * longest, 4)
-    error = refused(lambda joint: joint.sample("ba " * (longest + 1), 4), name)
-    assert error.field == "prompt"
-    assert str(error.value).startswith("33 tokens")
-    assert "context of 32; shorten" in error.remedy
+    too_long = "ba " * (longest + 1)
+    for error in (
+        refused(lambda joint: joint.sample(too_long, 4), name),
+        refused(lambda joint: joint.encode_prompt(too_long), name),
+    ):
+        assert error.field == "prompt"
+        assert str(error.value).startswith("33 tokens")
+        assert "context of 32; shorten" in error.remedy
 
 
 @pytest.mark.parametrize("num_tokens", [0, -1, toys.NUM_NEW + 1])

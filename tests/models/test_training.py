@@ -20,7 +20,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from hypothesis import given
+from hypothesis import example, given
 from hypothesis import strategies as st
 from torch import Tensor, nn
 from torch.utils.tensorboard import SummaryWriter
@@ -170,6 +170,7 @@ def test_learning_rate_warms_up_and_decays_to_zero() -> None:
     )
 
 
+@example(10, 5, 0)
 @given(st.integers(1, 50), st.integers(0, 80), st.integers(0, 120))
 def test_learning_rate_is_positive_up_to_its_peak(steps: int, warmup: int, step: int) -> None:
     config = training(steps=steps, warmup_steps=warmup, learning_rate=0.5)

@@ -76,10 +76,12 @@ def _cut_documents(
     windows, owners = [], []
     for number, document in enumerate(documents):
         ids = np.array([*document, end_of_text], dtype=np.int64)
-        # A last piece no longer than the prefix has nothing to continue with.
-        for start in range(0, len(ids) - block.prefix_length, block.length):
-            windows.append(ids[start : start + block.length])
-            owners.append(number)
+        # Text may spell out end-of-text; samples never go on behind it, so no block does.
+        for piece in np.split(ids, np.flatnonzero(ids == end_of_text) + 1):
+            # A last piece no longer than the prefix has nothing to continue with.
+            for start in range(0, len(piece) - block.prefix_length, block.length):
+                windows.append(piece[start : start + block.length])
+                owners.append(number)
     return windows, owners
 
 

@@ -20,6 +20,7 @@ from residual_ebm.files.storage import (
 from residual_ebm.recipe_file import first_difference, load_recipe
 
 RECIPE = "recipe.yaml"
+_OF_A_NEW_RUN = (".lock", RECIPE, f".partial-{RECIPE}")
 
 
 class RunDirectory:
@@ -59,6 +60,14 @@ class RunDirectory:
             )
         return load_recipe(str(path))
 
+    def read_results(self) -> dict[str, Any]:
+        if not self.results.exists():
+            raise UserError(
+                "run", str(self.path), "is not evaluated yet; finish it with `rebm run`"
+            )
+        results: dict[str, Any] = read_json(self.results, has="joint_models")
+        return results
+
     def forget_metrics_after(self, stage: str, model: str, step: int) -> None:
         """Drop lines that a killed run logged past its last checkpoint: they come again."""
         if not self.metrics.exists():
@@ -89,12 +98,21 @@ class RunDirectory:
         write_json(path, timings)
 
 
+def _begun(path: Path) -> bool:
+    """Whether a folder holds more than a run that has made nothing yet."""
+    return any(entry.name not in _OF_A_NEW_RUN for entry in path.iterdir())
+
+
 @contextmanager
 def open_run(path: Path, recipe: Recipe) -> Iterator[RunDirectory]:
     """Own the run directory of a recipe: create it, or go on with it if the recipe is the same."""
     with disk_errors(path):
-        if path.exists() and not path.is_dir():
-            raise UserError("--out", str(path), "is a file; name a folder")
+        for part in (path, *path.parents):
+            if part.exists() and not part.is_dir():
+                raise UserError("--out", str(path), f"{part} is a file; name a folder")
+        recipe_path = path / RECIPE
+        if path.exists() and _begun(path) and not recipe_path.exists():
+            raise UserError("--out", str(path), "holds other files; name an empty or new folder")
         path.mkdir(parents=True, exist_ok=True)
         lock = (path / ".lock").open("w")
     with lock:
@@ -106,8 +124,7 @@ def open_run(path: Path, recipe: Recipe) -> Iterator[RunDirectory]:
                 "--out", str(path), "another process works here; wait for it or name another --out"
             ) from None
         run_dir = RunDirectory(path)
-        recipe_path = path / RECIPE
-        if recipe_path.exists():
+        if _begun(path):
             difference = first_difference(run_dir.recipe(), recipe)
             if difference:
                 raise UserError(
@@ -115,9 +132,8 @@ def open_run(path: Path, recipe: Recipe) -> Iterator[RunDirectory]:
                     str(path),
                     f"was made by another recipe ({difference}); name another --out",
                 )
-        elif any(entry.name != ".lock" for entry in path.iterdir()):
-            raise UserError("--out", str(path), "holds other files; name an empty or new folder")
         else:
+            # Also over the recipe of a run that failed before it made anything.
             write_bytes(recipe_path, recipe.to_yaml().encode())
         remove_leftovers(path)
         yield run_dir

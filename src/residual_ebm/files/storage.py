@@ -63,13 +63,17 @@ def write_json(path: Path, value: Any) -> None:
     write_bytes(path, (json.dumps(value, indent=2, ensure_ascii=False) + "\n").encode())
 
 
-def read_json(path: Path) -> Any:
+def read_json(path: Path, *, has: str | None = None) -> Any:
+    """The value of a JSON file of ours; `has` is a key without which it is not the right one."""
     try:
-        return json.loads(path.read_text(encoding="utf-8"))
+        value = json.loads(path.read_text(encoding="utf-8"))
     except FileNotFoundError:
         raise UserError("file", str(path), "is missing; run the stage that makes it") from None
     except ValueError:
         raise UserError("file", str(path), "is not valid JSON; delete it and run again") from None
+    if has is not None and not (isinstance(value, dict) and has in value):
+        raise UserError("file", str(path), f"has no {has}; delete it and run again")
+    return value
 
 
 @contextmanager
@@ -120,7 +124,7 @@ def is_complete(folder: Path) -> bool:
 
 def check_manifest(folder: Path) -> dict[str, Any]:
     """The manifest of a complete folder, after every file in it was checked."""
-    manifest: dict[str, Any] = read_json(folder / MANIFEST)
+    manifest: dict[str, Any] = read_json(folder / MANIFEST, has="files")
     for name, expected in manifest["files"].items():
         path = folder / name
         remedy = f"delete {folder} and run again to make it anew"

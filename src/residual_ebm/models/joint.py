@@ -25,7 +25,6 @@ from residual_ebm.estimation.perplexity import (
 )
 from residual_ebm.files.blocks import Blocks, cut_blocks
 from residual_ebm.files.run_directory import RunDirectory
-from residual_ebm.files.storage import read_json
 from residual_ebm.models.device import use_recipe_threads
 from residual_ebm.models.energy import EnergyModel
 from residual_ebm.models.language_model import LanguageModel
@@ -87,9 +86,7 @@ class JointModel:
         if not names:
             raise UserError("energies", str(run), "this run has none; add one to its recipe")
         if energy is None:
-            best = (
-                read_json(run_dir.results).get("best_energy") if run_dir.results.exists() else None
-            )
+            best = run_dir.read_results()["best_energy"] if run_dir.results.exists() else None
             energy = best or names[0]
         if energy not in names:
             raise UserError("energy", energy, f"not in this run; it has {', '.join(names)}")
@@ -182,6 +179,10 @@ class JointModel:
     def encode_prompt(self, prompt: str) -> Tensor:
         if not prompt.strip():
             raise UserError("prompt", repr(prompt), "is empty; give some text to continue")
+        try:
+            prompt.encode()
+        except UnicodeEncodeError:
+            raise UserError("prompt", ascii(prompt), "is not UTF-8 text; give it as such") from None
         ids = self.language_model.tokenizer(prompt, add_special_tokens=False)["input_ids"]
         self.language_model.check_context(len(ids) + self.block.num_new_tokens)
         return torch.tensor(ids, dtype=torch.int64)
@@ -205,7 +206,7 @@ class JointModel:
         if not len(blocks):
             total = sum(len(document) for document in documents)
             raise UserError(
-                "texts",
+                "text",
                 f"{total} tokens",
                 f"too short for one block of {self.block.prefix_length} + "
                 f"{self.block.num_new_tokens} tokens; give longer text",

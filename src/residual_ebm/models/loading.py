@@ -4,7 +4,8 @@ from pathlib import Path
 from typing import Any
 
 import transformers
-from transformers import PreTrainedTokenizerFast
+from safetensors import SafetensorError
+from transformers import AutoTokenizer, PreTrainedTokenizerFast
 
 from residual_ebm.errors import UserError
 from residual_ebm.files.storage import check_manifest, is_complete
@@ -24,25 +25,16 @@ def load_pretrained(auto_class: Any, source: str, field: str, **arguments: Any) 
             raise UserError(field, source, "is not a model folder: it has no config.json")
     try:
         return auto_class.from_pretrained(source, trust_remote_code=False, **arguments)
-    except (OSError, ValueError, KeyError, RuntimeError) as error:
-        raise UserError(field, source, f"cannot be loaded: {_first_sentence(error)}") from None
-    except Exception as error:
-        # safetensors has its own exception type for a broken file, not exported by name.
-        if type(error).__name__ == "SafetensorError":
-            raise UserError(field, source, f"has a broken weights file: {error}") from None
-        raise
+    except (OSError, ValueError, KeyError, RuntimeError, SafetensorError) as error:
+        raise _not_loaded(source, field, error) from None
 
 
 def load_tokenizer(source: str, field: str) -> PreTrainedTokenizerFast:
     """A fast tokenizer that neither truncates nor pads on its own."""
-    from transformers import AutoTokenizer
-
     try:
         tokenizer = AutoTokenizer.from_pretrained(source, trust_remote_code=False)
     except (OSError, ValueError, KeyError) as error:
-        raise UserError(
-            field, source, f"has no tokenizer that loads: {_first_sentence(error)}"
-        ) from None
+        raise _not_loaded(source, field, error) from None
     if not tokenizer.is_fast:
         raise UserError(field, source, "has no fast tokenizer; choose a model with tokenizer.json")
     # Some tokenizer.json files (MiniLM) cut at 128 tokens: E would never see the block's end.
@@ -51,6 +43,10 @@ def load_tokenizer(source: str, field: str) -> PreTrainedTokenizerFast:
     return tokenizer
 
 
-def _first_sentence(error: Exception) -> str:
-    text = " ".join(str(error).split())
-    return text if len(text) <= 200 else text[:197] + "..."
+def _not_loaded(source: str, field: str, error: Exception) -> UserError:
+    if Path(source).is_dir():
+        first_sentence = " ".join(str(error).split()).partition(". ")[0]
+        return UserError(field, source, f"cannot be loaded from this folder: {first_sentence}")
+    return UserError(
+        field, source, "is no folder here and cannot be had from the hub; check name and network"
+    )

@@ -5,12 +5,13 @@ started again from its last checkpoint ends with the same weights as one that ne
 """
 
 import functools
+import hashlib
 import json
 import math
 import shutil
 import signal
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -18,7 +19,7 @@ from typing import Any
 
 import numpy as np
 import torch
-from safetensors import safe_open
+from safetensors import SafetensorError, safe_open
 from safetensors.torch import save as serialise
 from torch import Tensor, nn
 
@@ -30,7 +31,7 @@ from residual_ebm.progress import Progress
 from residual_ebm.randomness import generator, torch_seed
 
 _STATE = "state.safetensors"
-_MOMENTS = ("exp_avg", "exp_avg_sq")
+_ADAM_STATE = ("step", "exp_avg", "exp_avg_sq")
 _LOGGED_STEPS = 100  # lines a training leaves in metrics.jsonl, besides validations
 
 
@@ -176,7 +177,7 @@ def _validate(
     log.write(history.step, {f"validation_{name}": value for name, value in values.items()})
     if values["loss"] < history.best_loss:
         history.best_loss, history.best_step = values["loss"], history.step
-        write_bytes(_best_path(folder, history.step), serialise(_copy(parameters)))
+        _write_tensors(_best_path(folder, history.step), _copy(parameters), history)
     if config.patience is not None and history.stale() >= config.patience:
         history.stopped_early = True
 
@@ -197,10 +198,10 @@ def _save(
 ) -> None:
     tensors = {f"weight.{name}": value for name, value in _copy(parameters).items()}
     for name, parameter in parameters.items():
-        state = optimiser.state[parameter]
-        tensors.update({f"{moment}.{name}": state[moment].cpu() for moment in _MOMENTS})
-    metadata = {"history": json.dumps(history.__dict__)}
-    write_bytes(folder / _STATE, serialise(tensors, metadata))
+        # Empty for a parameter that no gradient has reached yet.
+        for key, value in optimiser.state[parameter].items():
+            tensors[f"{key}.{name}"] = value.cpu()
+    _write_tensors(folder / _STATE, tensors, history)
     # The state names the best step, so older bests go only after it is on disk.
     for path in folder.glob("best-*.safetensors"):
         if path != _best_path(folder, history.best_step):
@@ -213,30 +214,66 @@ def _resume(
     path = folder / _STATE
     if not path.is_file():
         return History()
-    remedy = f"delete {folder} to train anew"
-    try:
-        with safe_open(path, framework="pt") as file:
-            history = History(**json.loads(file.metadata()["history"]))
-            for name, parameter in parameters.items():
-                with torch.no_grad():
-                    parameter.copy_(file.get_tensor(f"weight.{name}"))
-                optimiser.state[parameter] = {
-                    moment: file.get_tensor(f"{moment}.{name}").to(parameter.device)
-                    for moment in _MOMENTS
-                }
-                optimiser.state[parameter]["step"] = torch.tensor(float(history.step))
-    except Exception as error:
-        if isinstance(error, KeyboardInterrupt):
-            raise
-        raise UserError("checkpoint", str(path), f"cannot be read; {remedy}") from None
+    tensors, history = _read_tensors(path)
+    _copy_into(parameters, {name: tensors.get(f"weight.{name}") for name in parameters}, path)
+    for name, parameter in parameters.items():
+        state = {key: tensors.get(f"{key}.{name}") for key in _ADAM_STATE}
+        if state["step"] is not None:
+            step = state.pop("step")
+            moments = {
+                key: value.to(parameter.device) for key, value in state.items() if value is not None
+            }
+            optimiser.state[parameter] = {"step": step, **moments}
     return history
 
 
 def _load_best(folder: Path, parameters: dict[str, nn.Parameter], history: History) -> None:
     path = _best_path(folder, history.best_step)
-    with safe_open(path, framework="pt") as file, torch.no_grad():
-        for name, parameter in parameters.items():
-            parameter.copy_(file.get_tensor(name))
+    tensors, _ = _read_tensors(path)
+    _copy_into(parameters, {name: tensors.get(name) for name in parameters}, path)
+
+
+def _copy_into(
+    parameters: dict[str, nn.Parameter], weights: Mapping[str, Tensor | None], path: Path
+) -> None:
+    for name, parameter in parameters.items():
+        weight = weights[name]
+        if weight is None or weight.shape != parameter.shape:
+            raise _unreadable(path)
+        with torch.no_grad():
+            parameter.copy_(weight)
+
+
+def _write_tensors(path: Path, tensors: dict[str, Tensor], history: History) -> None:
+    metadata = {"history": json.dumps(history.__dict__), "digest": _digest(tensors)}
+    write_bytes(path, serialise(tensors, metadata))
+
+
+def _read_tensors(path: Path) -> tuple[dict[str, Tensor], History]:
+    """A checkpoint of ours; a damaged one is refused, it would go on to a wrong result."""
+    try:
+        with safe_open(path, framework="pt") as file:
+            metadata = file.metadata()
+            tensors = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118
+            history = History(**json.loads(metadata["history"]))
+    except (OSError, SafetensorError, ValueError, TypeError, KeyError):
+        raise _unreadable(path) from None
+    if _digest(tensors) != metadata.get("digest"):
+        raise _unreadable(path)
+    return tensors, history
+
+
+def _unreadable(path: Path) -> UserError:
+    reason = "cannot be read (missing, damaged or of another network)"
+    return UserError("checkpoint", str(path), f"{reason}; delete {path.parent} to train anew")
+
+
+def _digest(tensors: dict[str, Tensor]) -> str:
+    digest = hashlib.sha256()
+    for name in sorted(tensors):
+        digest.update(name.encode())
+        digest.update(tensors[name].contiguous().reshape(-1).view(torch.uint8).numpy().data)
+    return digest.hexdigest()
 
 
 def forget_training(folder: Path) -> None:

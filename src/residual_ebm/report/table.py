@@ -35,7 +35,7 @@ def _perplexity_table(results: dict[str, Any]) -> Table:
             str(len(test["flags"]) or "-"),
         )
     if results["floor"]["test"]:
-        _add_exact(table, "truth (floor)", results["floor"], "")
+        _add_exact(table, "truth", results["floor"], "")
     return table
 
 

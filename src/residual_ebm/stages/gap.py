@@ -5,7 +5,7 @@ from typing import Any
 from residual_ebm.errors import UserError
 from residual_ebm.estimation.perplexity import joint_log_prob
 from residual_ebm.files.run_directory import RunDirectory
-from residual_ebm.files.storage import read_json
+from residual_ebm.files.storage import check_manifest
 from residual_ebm.models.loading import load_tokenizer
 from residual_ebm.stages.evaluate import prefixes_of, read_scored, summarise
 from residual_ebm.stages.proposals import evaluation_prefixes
@@ -14,13 +14,14 @@ from residual_ebm.stages.proposals import evaluation_prefixes
 def gap_report(run_dir: RunDirectory, energy: str | None, num_passages: int) -> dict[str, Any]:
     """The bound of a finished run, and the test passages where the gap is largest."""
     recipe = run_dir.recipe()
-    if not run_dir.results.exists():
-        raise UserError("run", str(run_dir.path), "is not evaluated yet; finish it with `rebm run`")
-    results = read_json(run_dir.results)
-    energy = energy or results["best_energy"]
+    results = run_dir.read_results()
+    check_manifest(run_dir.blocks)
     rows = {row["energy"]: row for row in results["joint_models"] if not row["scaled"]}
+    if not rows:
+        raise UserError("energies", str(run_dir.path), "this run has none; add one to its recipe")
+    energy = energy or str(results["best_energy"])
     if energy not in rows:
-        raise UserError("energy", energy, f"not in this run; it has {', '.join(rows) or 'none'}")
+        raise UserError("energy", energy, f"not in this run; it has {', '.join(rows)}")
     row = rows[energy]
     real, log_weights = read_scored(run_dir, energy, "test")
     summaries = summarise(real, log_weights, 1.0)

@@ -22,7 +22,12 @@ from residual_ebm.models.masking import mask_tokens
 from residual_ebm.models.training import History, batch_indices, forget_training, train
 from residual_ebm.progress import QUIET, Progress
 from residual_ebm.randomness import generator, torch_seed
-from residual_ebm.stages.training_run import build_architecture, resume_folder, training_log
+from residual_ebm.stages.training_run import (
+    build_architecture,
+    build_model,
+    resume_folder,
+    training_log,
+)
 
 SENTENCE = "Training the encoder {name} by masked-language modelling"
 _VALIDATION_BLOCKS = 256
@@ -82,15 +87,15 @@ def _initial_model(
         vocab_size=len(tokenizer),
         pad_token_id=tokenizer.pad_token_id,
     )
-    try:
-        with torch_seed(recipe.seed, "encoder", config.name):
-            return AutoModelForMaskedLM.from_config(architecture)
-    except ValueError:
+    field = f"encoders.{config.name}.architecture"
+    if type(architecture) not in AutoModelForMaskedLM._model_mapping:
         raise UserError(
-            f"encoders.{config.name}.architecture.model_type",
+            f"{field}.model_type",
             config.architecture["model_type"],
             "has no masked-language model; use bert, roberta or modernbert",
-        ) from None
+        )
+    with torch_seed(recipe.seed, "encoder", config.name):
+        return build_model(AutoModelForMaskedLM, architecture, field, config.architecture)
 
 
 def _train(

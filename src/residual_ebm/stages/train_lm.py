@@ -19,7 +19,13 @@ from residual_ebm.models.loading import load_pretrained, load_tokenizer
 from residual_ebm.models.training import History, batch_indices, forget_training, train
 from residual_ebm.progress import QUIET, Progress
 from residual_ebm.randomness import torch_seed
-from residual_ebm.stages.training_run import build_architecture, resume_folder, training_log
+from residual_ebm.stages.training_run import (
+    build_architecture,
+    build_model,
+    check_context,
+    resume_folder,
+    training_log,
+)
 
 SENTENCE = "Training the language model {name}, which is P_LM"
 _VALIDATION_WINDOWS = 256
@@ -64,6 +70,7 @@ def _initial_model(
                 recipe.tokenizer.source,
                 f"has {len(tokenizer)} tokens, more than {config.source} knows; use its own",
             )
+        check_context(model, recipe.block.length, f"{field}.source", config.source)
         return model
     assert config.architecture is not None
     end_of_text = end_of_text_id(tokenizer)
@@ -77,7 +84,9 @@ def _initial_model(
         pad_token_id=end_of_text,
     )
     with torch_seed(recipe.seed, "language_model", config.name):
-        return AutoModelForCausalLM.from_config(architecture)
+        return build_model(
+            AutoModelForCausalLM, architecture, f"{field}.architecture", config.architecture
+        )
 
 
 def _train(

@@ -3,11 +3,14 @@
 from pathlib import Path
 from typing import Any
 
+from huggingface_hub.errors import StrictDataclassError, StrictDataclassFieldValidationError
 from torch.utils.tensorboard import SummaryWriter
-from transformers import AutoConfig
+from transformers import AutoConfig, PreTrainedModel
 
+from residual_ebm.config import TRAINING_SUFFIX
 from residual_ebm.errors import UserError
 from residual_ebm.files.run_directory import RunDirectory
+from residual_ebm.files.storage import disk_errors
 from residual_ebm.models.training import TrainingLog
 
 # Read by transformers from the model's name, not from the architecture a recipe gives.
@@ -16,7 +19,7 @@ _OWN_KEYS = {"model_type"}
 
 def resume_folder(result: Path) -> Path:
     """Beside the folder of the finished model; gone once that exists."""
-    return result.with_name(f"{result.name}.training")
+    return result.with_name(f"{result.name}{TRAINING_SUFFIX}")
 
 
 def training_log(run_dir: RunDirectory, stage: str, model: str) -> TrainingLog:
@@ -26,15 +29,59 @@ def training_log(run_dir: RunDirectory, stage: str, model: str) -> TrainingLog:
     def rewind(step: int) -> None:
         run_dir.forget_metrics_after(stage, model, step)
         folder = run_dir.tensorboard / f"{stage}-{model}"
-        writers["events"] = SummaryWriter(str(folder), purge_step=step + 1)
+        with disk_errors(folder):
+            writers["events"] = SummaryWriter(str(folder), purge_step=step + 1)
 
     def write(step: int, values: dict[str, float]) -> None:
         run_dir.log_metrics(stage, model, step, values)
-        for name, value in values.items():
-            writers["events"].add_scalar(name, value, step)
-        writers["events"].flush()
+        with disk_errors(run_dir.tensorboard):
+            for name, value in values.items():
+                writers["events"].add_scalar(name, value, step)
+            writers["events"].flush()
 
     return TrainingLog(write, rewind)
+
+
+def impossible_architecture(
+    field: str, architecture: dict[str, Any], error: Exception
+) -> UserError:
+    """Settings that are right one by one and do not go together."""
+    sizes = ", ".join(f"{key} {value}" for key, value in architecture.items())
+    reason = str(error.__cause__ or error)
+    return UserError(field, f"{{{sizes}}}", f"cannot be built: {reason} Change the sizes")
+
+
+def build_model(
+    auto_class: Any, config: Any, field: str, architecture: dict[str, Any]
+) -> PreTrainedModel:
+    """A model with new weights; some sizes are only checked when its layers are made."""
+    try:
+        model: PreTrainedModel = auto_class.from_config(config)
+    except (TypeError, ValueError, RuntimeError) as error:
+        raise impossible_architecture(field, architecture, error) from None
+    return model
+
+
+def check_context(model: PreTrainedModel, num_tokens: int, field: str, source: str) -> None:
+    """A pretrained model must be able to read a whole block."""
+    context = getattr(model.config, "max_position_embeddings", None)
+    if context is not None and context < num_tokens:
+        raise UserError(
+            field,
+            source,
+            f"has a context of {context}, but blocks have {num_tokens} tokens; lower block.length",
+        )
+
+
+def _check_setting(model_type: str, key: str, value: Any, field: str) -> None:
+    """Transformers checks types one by one, so that a wrong one can be named."""
+    try:
+        AutoConfig.for_model(model_type, **{key: value})
+    except StrictDataclassFieldValidationError as error:
+        reason = str(error.__cause__ or error)
+        raise UserError(f"{field}.{key}", value, f"cannot be used: {reason}") from None
+    except (TypeError, ValueError, StrictDataclassError):
+        return  # wrong only beside the defaults of the others
 
 
 def build_architecture(
@@ -51,10 +98,17 @@ def build_architecture(
             f"{field}.model_type", model_type, "unknown to transformers; try llama, gpt2 or bert"
         ) from None
     for key, value in architecture.items():
+        if key in fixed:
+            raise UserError(f"{field}.{key}", value, "comes from the tokenizer; remove it")
         if key not in _OWN_KEYS and not hasattr(known, key):
             raise UserError(f"{field}.{key}", value, f"{model_type} has no such setting; remove it")
+        if key not in _OWN_KEYS:
+            _check_setting(model_type, key, value, field)
     arguments = {key: value for key, value in architecture.items() if key not in _OWN_KEYS}
-    config = AutoConfig.for_model(model_type, **arguments, **fixed)
+    try:
+        config = AutoConfig.for_model(model_type, **arguments, **fixed)
+    except (TypeError, ValueError, StrictDataclassError) as error:
+        raise impossible_architecture(field, architecture, error) from None
     context = getattr(config, "max_position_embeddings", None)
     if context is not None and context < min_length:
         raise UserError(
