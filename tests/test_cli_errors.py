@@ -367,6 +367,10 @@ _FEW = ("corpus.num_generated=60", "language_models.base.training.steps=2")
         ("hidden_size=abc", "hidden_size", "abc", "int"),
         ("hidden_size=47", "architecture", 47, "multiple"),
         ("vocab_size=7", "vocab_size", 7, "remove it"),
+        ("num_attention_heads=0", "num_attention_heads", 0, "at least 1"),
+        ("num_hidden_layers=-1", "num_hidden_layers", -1, "at least 1"),
+        ("hidden_act=loud", "architecture", "loud", "cannot be built"),
+        ("dtype=float99", "architecture", "float99", "cannot be built"),
     ],
 )
 def test_an_architecture_that_cannot_be_built_is_refused(

@@ -3,6 +3,7 @@
 Heavy imports are inside the functions: `rebm recipes` should not wait for torch.
 """
 
+import shlex
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
@@ -61,8 +62,9 @@ def _show_results(data: dict[str, Any], folder: Path) -> None:
     from residual_ebm.report.table import print_results
 
     print_results(data, Console())
-    prompt = data["examples"][0]["prefix"] if data["examples"] else "..."
-    print(f'\nTry: rebm generate {folder} --prompt "{prompt}"')
+    if data["examples"]:
+        prompt = shlex.quote(data["examples"][0]["prefix"])
+        print(f"\nTry: rebm generate {shlex.quote(str(folder))} --prompt {prompt}")
 
 
 def results(run: Path) -> Output:

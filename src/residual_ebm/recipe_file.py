@@ -59,7 +59,9 @@ def load_recipe(name_or_file: str, overrides: Sequence[str] = ()) -> Recipe:
             text = path.read_text(encoding="utf-8")
         except (OSError, UnicodeDecodeError) as error:
             reason = getattr(error, "strerror", None) or "not UTF-8 text"
-            raise UserError("recipe", name_or_file, f"cannot be read ({reason})") from None
+            raise UserError(
+                "recipe", name_or_file, f"cannot be read ({reason}); check the path"
+            ) from None
     elif name_or_file in names:
         text = (resources.files("residual_ebm") / "recipes" / f"{name_or_file}.yaml").read_text(
             "utf-8"

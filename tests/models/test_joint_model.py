@@ -308,6 +308,12 @@ def test_an_empty_prompt_is_refused(prompt: str) -> None:
     assert "give some text" in error.remedy
 
 
+def test_a_prompt_that_is_not_text_is_refused() -> None:
+    error = refused(lambda joint: joint.sample("ba \udcff"))
+    assert (error.field, error.value) == ("prompt", r"'ba \udcff'")
+    assert "UTF-8" in error.remedy
+
+
 @each_energy
 def test_a_prompt_longer_than_the_context_is_refused(name: str) -> None:
     longest = toys.CONTEXT - toys.NUM_NEW
@@ -347,7 +353,7 @@ def test_too_few_samples_for_bounds_are_refused(num_samples: int) -> None:
 @each_mode
 @pytest.mark.parametrize("texts", [[], [""], ["ba do"]], ids=str)
 def test_text_too_short_for_a_block_is_refused(mode: ContinuationMode, texts: list[str]) -> None:
-    with pytest.raises(UserError, match=r"texts = .* tokens: too short for one block of 3 \+ 3"):
+    with pytest.raises(UserError, match=r"text = .* tokens: too short for one block of 3 \+ 3"):
         toys.joint_model("heat", mode).perplexity(texts, 16)
 
 

@@ -15,6 +15,16 @@ from residual_ebm.models.training import TrainingLog
 
 # Read by transformers from the model's name, not from the architecture a recipe gives.
 _OWN_KEYS = {"model_type"}
+# What transformers and torch raise, depending on the model, for sizes that do not go together.
+_IMPOSSIBLE = (
+    TypeError,
+    ValueError,
+    LookupError,
+    RuntimeError,
+    ArithmeticError,
+    AttributeError,
+    AssertionError,
+)
 
 
 def resume_folder(result: Path) -> Path:
@@ -48,7 +58,7 @@ def impossible_architecture(
     """Settings that are right one by one and do not go together."""
     sizes = ", ".join(f"{key} {value}" for key, value in architecture.items())
     reason = str(error.__cause__ or error)
-    return UserError(field, f"{{{sizes}}}", f"cannot be built: {reason} Change the sizes")
+    return UserError(field, f"{{{sizes}}}", f"cannot be built ({reason}); change it")
 
 
 def build_model(
@@ -57,7 +67,7 @@ def build_model(
     """A model with new weights; some sizes are only checked when its layers are made."""
     try:
         model: PreTrainedModel = auto_class.from_config(config)
-    except (TypeError, ValueError, RuntimeError) as error:
+    except _IMPOSSIBLE as error:
         raise impossible_architecture(field, architecture, error) from None
     return model
 
@@ -75,12 +85,14 @@ def check_context(model: PreTrainedModel, num_tokens: int, field: str, source: s
 
 def _check_setting(model_type: str, key: str, value: Any, field: str) -> None:
     """Transformers checks types one by one, so that a wrong one can be named."""
+    if key.startswith("num_") and isinstance(value, int) and value < 1:
+        raise UserError(f"{field}.{key}", value, "must be at least 1")
     try:
         AutoConfig.for_model(model_type, **{key: value})
     except StrictDataclassFieldValidationError as error:
         reason = str(error.__cause__ or error)
         raise UserError(f"{field}.{key}", value, f"cannot be used: {reason}") from None
-    except (TypeError, ValueError, StrictDataclassError):
+    except (*_IMPOSSIBLE, StrictDataclassError):
         return  # wrong only beside the defaults of the others
 
 
@@ -107,7 +119,7 @@ def build_architecture(
     arguments = {key: value for key, value in architecture.items() if key not in _OWN_KEYS}
     try:
         config = AutoConfig.for_model(model_type, **arguments, **fixed)
-    except (TypeError, ValueError, StrictDataclassError) as error:
+    except (*_IMPOSSIBLE, StrictDataclassError) as error:
         raise impossible_architecture(field, architecture, error) from None
     context = getattr(config, "max_position_embeddings", None)
     if context is not None and context < min_length:
