@@ -7,6 +7,7 @@ model gains nothing: every gain that were shown here would be a fault of ours.
 Shapes: B blocks, T tokens of a block, P of a prefix.
 """
 
+import json
 import math
 import shutil
 from pathlib import Path
@@ -60,12 +61,12 @@ def null_recipe(mode: ContinuationMode, folder: Path) -> Recipe:
             "threads": 1,
             "precision": "float32",
             "corpus": {
-                "path": "grammar:small",
-                "num_generated": 620,
-                "split": {"train": 0.45, "validation": 0.45, "test": 0.1},
+                "path": str(folder / "sentences.jsonl"),
+                "max_documents": 4800,
+                "split": {"train": 0.42, "validation": 0.42, "test": 0.16},
             },
             "tokenizer": {"kind": "bpe", "vocab_size": 2000},
-            "block": {"prefix_length": 6, "length": 14, "continuation": mode},
+            "block": {"prefix_length": 5, "length": 13, "continuation": mode},
             "language_models": [
                 {
                     "name": "base",
@@ -115,6 +116,13 @@ def null_recipe(mode: ContinuationMode, folder: Path) -> Recipe:
             "evaluation": {"batch_size": 256, "bootstrap_resamples": 500, "num_examples": 0},
         }
     )
+
+
+def write_sentences(path: Path) -> None:
+    """Documents of one sentence: most continuations meet an end."""
+    documents = generate_documents("small", 600, seed=0)
+    sentences = [part for document in documents for part in document.split(" . ")]
+    path.write_text("".join(json.dumps({"text": sentence}) + "\n" for sentence in sentences))
 
 
 def save_encoder(folder: Path, tokenizer: PreTrainedTokenizerFast) -> None:
@@ -196,6 +204,7 @@ class NullRun(NamedTuple):
 @pytest.fixture(scope="module", params=["fixed", "until_end"])
 def null_run(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> NullRun:
     folder = tmp_path_factory.mktemp(f"null-{request.param}")
+    write_sentences(folder / "sentences.jsonl")
     recipe = null_recipe(request.param, folder)
     with open_run(folder / "run", recipe) as run_dir:
         prepare.run(recipe, run_dir)
@@ -301,4 +310,4 @@ def test_modes_differ_in_where_they_stop(null_run: NullRun) -> None:
     if null_run.recipe.block.continuation == "fixed":
         assert (real.num_tokens_P == full).all()
     else:
-        assert 0 < (real.num_tokens_P < full).mean() < 1
+        assert 0.3 < (real.num_tokens_P < full).mean() < 0.9

@@ -40,9 +40,13 @@ def _product_survives() -> bool:
         child = os.fork()
     if child == 0:
         faulthandler.disable()  # its death is the answer, not news
-        torch.set_num_threads(1)
-        ones = torch.ones(64, 64, dtype=torch.bfloat16)
-        torch.mm(ones, ones)
-        os._exit(0)
+        survived = 1
+        try:
+            torch.set_num_threads(1)
+            ones = torch.ones(64, 64, dtype=torch.bfloat16)
+            torch.mm(ones, ones)
+            survived = 0
+        finally:
+            os._exit(survived)  # never back into the parent's program
     _, status = os.waitpid(child, 0)
     return status == 0

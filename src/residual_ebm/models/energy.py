@@ -6,7 +6,7 @@ means nothing for another P_LM. Its folder remembers that LM's fingerprint and l
 Shapes: B blocks, T tokens of a block.
 """
 
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any, cast
 
@@ -79,6 +79,7 @@ class EnergyModel:
         cls, head: HeadConfig, info: EnergyInfo, language_model: LanguageModel
     ) -> "EnergyModel":
         """HeaT on top of a language model."""
+        info = replace(info, head=head.model_dump())
         num_tokens = info.block_length - info.prefix_length
         network = HeadEnergy(language_model.hidden_size, num_tokens, head)
         return cls(network, info, language_model)
@@ -132,11 +133,15 @@ class EnergyModel:
     def num_parameters(self) -> int:
         return sum(parameter.numel() for parameter in self.network.parameters())
 
-    def __call__(self, ids_BT: Tensor, length_B: Tensor | None = None) -> Tensor:
+    def __call__(
+        self, ids_BT: Tensor, length_B: Tensor | None = None, prefix_length: int | None = None
+    ) -> Tensor:
         """Energies with their graph, for training; positives and negatives take this one path."""
         device = self.language_model.device
         if isinstance(self.network, HeadEnergy):
-            prefix_length = self._prefix_length(ids_BT)
+            if prefix_length is None:
+                prefix_length = self.info.prefix_length
+            self._check_continuation(ids_BT.shape[1], prefix_length)
             features = self.language_model.features(ids_BT, prefix_length)
             mask_BC = continuation_mask(ids_BT, prefix_length, length_B).to(device)
             # Inference tensors may not be saved for backward: the LM is frozen, a copy is enough.
@@ -146,9 +151,15 @@ class EnergyModel:
         inputs = self._bridge(ids_BT, length_B)
         return cast(Tensor, self.network(type(inputs)(*(part.to(device) for part in inputs))))
 
-    def _prefix_length(self, ids_BT: Tensor) -> int:
-        """HeaT reads the last T - p tokens of a block, however long its prefix is."""
-        return ids_BT.shape[1] - (self.info.block_length - self.info.prefix_length)
+    def _check_continuation(self, num_tokens: int, prefix_length: int) -> None:
+        """HeaT reads what follows the prefix: at least a token, at most its horizon."""
+        horizon = self.info.block_length - self.info.prefix_length
+        if not (prefix_length >= 1 and 1 <= num_tokens - prefix_length <= horizon):
+            raise UserError(
+                "block",
+                f"{num_tokens} tokens with a prefix of {prefix_length}",
+                f"this energy reads a prefix of 1 or more, then 1 to {horizon} tokens",
+            )
 
     @torch.inference_mode()
     def energy(
@@ -156,16 +167,18 @@ class EnergyModel:
         ids_BT: Tensor,
         length_B: Tensor | None = None,
         *,
+        prefix_length: int | None = None,
         batch_size: int = 64,
         progress: Progress = QUIET,
     ) -> Tensor:
-        """Energies of blocks, float32; `length_B` counts a block's tokens without padding."""
+        """Energies of blocks, float32; `length_B` counts a block's tokens without padding, and
+        `prefix_length` is for prefixes of another length than the energy was trained on."""
         parts = []
         with progress.bar("scoring", len(ids_BT)) as bar:
             for start in range(0, len(ids_BT), batch_size):
                 rows = slice(start, start + batch_size)
                 lengths = None if length_B is None else length_B[rows]
-                parts.append(self(ids_BT[rows], lengths).float())
+                parts.append(self(ids_BT[rows], lengths, prefix_length).float())
                 bar.advance(len(parts[-1]))
         return torch.cat(parts)
 

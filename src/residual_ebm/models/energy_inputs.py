@@ -79,19 +79,23 @@ class TextBridge:
 
     def __call__(self, ids_BT: Tensor, length_B: Tensor | None) -> TextInputs:
         if self.same:
+            self._check_length(ids_BT.shape[1])
             return TextInputs(ids_BT, block_mask(ids_BT, length_B))
         texts = decode_blocks(self._from, ids_BT, length_B, self._separator)
         encoded = self._to(texts, add_special_tokens=True)["input_ids"]
         longest = max(len(ids) for ids in encoded)
-        if self._context_length is not None and longest > self._context_length:
-            raise UserError(
-                "block.length",
-                f"{longest} tokens of the energy's tokenizer",
-                f"the energy network reads at most {self._context_length}; use shorter blocks",
-            )
+        self._check_length(longest)
         ids_BL = torch.full((len(encoded), longest), self._padding, dtype=torch.int64)
         mask_BL = torch.zeros_like(ids_BL)
         for row, ids in enumerate(encoded):
             ids_BL[row, : len(ids)] = torch.tensor(ids)
             mask_BL[row, : len(ids)] = 1
         return TextInputs(ids_BL, mask_BL)
+
+    def _check_length(self, num_tokens: int) -> None:
+        if self._context_length is not None and num_tokens > self._context_length:
+            raise UserError(
+                "block.length",
+                f"{num_tokens} tokens of the energy's tokenizer",
+                f"the energy network reads at most {self._context_length}; use shorter blocks",
+            )

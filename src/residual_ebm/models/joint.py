@@ -65,6 +65,12 @@ class JointModel:
     """A language model and an energy trained against it."""
 
     def __init__(self, language_model: LanguageModel, energy_model: EnergyModel) -> None:
+        if energy_model.language_model is not language_model:
+            raise UserError(
+                "energy_model",
+                energy_model.info.name,
+                "reads another language model; make it with the one given here",
+            )
         self.language_model = language_model
         self.energy_model = energy_model
         info = energy_model.info
@@ -132,7 +138,11 @@ class JointModel:
             [prefix_ids.expand(num_proposals, -1).to(proposals.ids_NT), proposals.ids_NT], dim=1
         )
         length_N = len(prefix_ids) + proposals.length_N.cpu()
-        energy_N = self.energy_model.energy(ids_NT.cpu(), length_N, progress=progress)
+        # In a chain of steps the given ids run past the prefix; the horizon stays where it is.
+        prefix_length = ids_NT.shape[1] - self.block.num_new_tokens
+        energy_N = self.energy_model.energy(
+            ids_NT.cpu(), length_N, prefix_length=prefix_length, progress=progress
+        )
         return ScoredSet(proposals, energy_N.cpu())
 
     def sample(
@@ -179,13 +189,22 @@ class JointModel:
     def encode_prompt(self, prompt: str) -> Tensor:
         if not prompt.strip():
             raise UserError("prompt", repr(prompt), "is empty; give some text to continue")
-        try:
-            prompt.encode()
-        except UnicodeEncodeError:
-            raise UserError("prompt", ascii(prompt), "is not UTF-8 text; give it as such") from None
-        ids = self.language_model.tokenizer(prompt, add_special_tokens=False)["input_ids"]
+        (ids,) = self._encode([prompt], "prompt")
         self.language_model.check_context(len(ids) + self.block.num_new_tokens)
         return torch.tensor(ids, dtype=torch.int64)
+
+    def _encode(self, texts: list[str], field: str) -> list[list[int]]:
+        for text in texts:
+            try:
+                text.encode()
+            except UnicodeEncodeError:
+                raise UserError(field, ascii(text), "is not UTF-8 text; give it as such") from None
+        if not texts:
+            return []
+        ids: list[list[int]] = self.language_model.tokenizer(texts, add_special_tokens=False)[
+            "input_ids"
+        ]
+        return ids
 
     def prompt_flags(self, num_tokens: int) -> list[str]:
         if num_tokens == self.block.prefix_length:
@@ -201,7 +220,7 @@ class JointModel:
 
     def blocks_of(self, texts: list[str]) -> Blocks:
         """Texts cut as the energy's training text was; each text is a document."""
-        documents = self.language_model.tokenizer(texts, add_special_tokens=False)["input_ids"]
+        documents = self._encode(texts, "text")
         blocks = cut_blocks(documents, self.block, self.language_model.end_of_text)
         if not len(blocks):
             total = sum(len(document) for document in documents)

@@ -82,6 +82,10 @@ class LanguageModel:
         return int(self.model.get_output_embeddings().weight.shape[1])
 
     @property
+    def vocabulary_size(self) -> int:
+        return int(self.model.get_output_embeddings().weight.shape[0])
+
+    @property
     def num_parameters(self) -> int:
         return sum(parameter.numel() for parameter in self.model.parameters())
 
@@ -149,8 +153,16 @@ class LanguageModel:
         progress: Progress = QUIET,
     ) -> Samples:
         """Continuations of one prefix; sample i depends on (seed, i), not on the chunk size."""
+        counts = {"num_samples": num_samples, "num_tokens": num_tokens, "chunk_size": chunk_size}
+        for field, count in counts.items():
+            if count < 1:
+                raise UserError(field, count, "must be at least 1")
         truncation = Truncation(top_k, top_p)
+        if top_k is not None and top_k >= self.vocabulary_size:
+            truncation = Truncation(None, top_p)  # cuts nothing off: draws of P_LM itself
         prefix_ids_GP = torch.as_tensor(prefix_ids).reshape(1, -1)
+        if not prefix_ids_GP.numel():
+            raise UserError("prefix_ids", "[]", "is empty; give at least one token")
         self.check_context(prefix_ids_GP.shape[1] + num_tokens)
         parts = []
         with progress.bar("sampling", num_samples) as bar:

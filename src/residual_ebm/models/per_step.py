@@ -15,6 +15,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from residual_ebm.errors import UserError
 from residual_ebm.estimation.importance import log_weight
 from residual_ebm.models.joint import JointModel
 from residual_ebm.randomness import derive_seed
@@ -38,6 +39,15 @@ class StepChain:
 def step_chain(joint: JointModel, ids_T: Tensor, num_samples: int, *, seed: int) -> StepChain:
     """The chain of one block without padding; `num_samples` completions for each link."""
     start, horizon = joint.block.prefix_length, joint.block.length
+    ended = (
+        joint.block.continuation == "until_end" and ids_T[-1] == joint.language_model.end_of_text
+    )
+    if not (len(ids_T) == horizon or (ended and start < len(ids_T) < horizon)):
+        raise UserError(
+            "block",
+            f"{len(ids_T)} tokens",
+            f"a chain needs a whole block: {horizon} tokens, or an end after the first {start}",
+        )
     lower, upper = [], []
     for length in range(start, len(ids_T)):
         scored = joint.propose(

@@ -129,7 +129,6 @@ def _best(history: History) -> dict[str, float | bool]:
 def _initial_energy(
     recipe: Recipe, config: EnergyConfig, run_dir: RunDirectory, language_model: LanguageModel
 ) -> EnergyModel:
-    head = config.head or HeadConfig()
     info = EnergyInfo(
         name=config.name,
         kind=config.kind,
@@ -137,11 +136,10 @@ def _initial_energy(
         prefix_length=recipe.block.prefix_length,
         block_length=recipe.block.length,
         continuation=recipe.block.continuation,
-        head=head.model_dump() if config.kind == "heat" else None,
     )
     with torch_seed(recipe.seed, "energy", config.name):
         if config.kind == "heat":
-            return EnergyModel.new_head(head, info, language_model)
+            return EnergyModel.new_head(config.head or HeadConfig(), info, language_model)
         source = _backbone_source(config, run_dir)
         field = f"energies.{config.name}.source"
         # A masked LM's folder also loads as its bare encoder; its vocabulary layer is left behind.
