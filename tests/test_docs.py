@@ -6,6 +6,7 @@ from pathlib import Path
 
 from residual_ebm.cli import build_parser
 from residual_ebm.command_help import command_help
+from residual_ebm.recipe_file import load_recipe
 
 ROOT = Path(__file__).parents[1]
 PACKAGE = ROOT / "src" / "residual_ebm"
@@ -49,3 +50,15 @@ def test_commands_of_the_readme_are_understood() -> None:
     parser = build_parser()
     for command in commands:
         assert parser.parse_args(shlex.split(command)).call
+
+
+def test_the_readme_shows_a_row_for_every_model_of_tiny() -> None:
+    readme = (ROOT / "README.md").read_text(encoding="utf-8")
+    table = between(readme, "table of rebm run tiny", "end of table")
+    recipe = load_recipe("tiny")
+    rows = [line.strip() for line in table.splitlines()]
+    for model in recipe.language_models:
+        assert any(row.startswith(f"{model.name} ") for row in rows)
+    for energy in recipe.energies:
+        assert sum(row.startswith(f"joint {energy.name} ") for row in rows) == 2
+    assert any(row.startswith("truth ") for row in rows)

@@ -70,6 +70,7 @@ def build_parser() -> argparse.ArgumentParser:
     score.set_defaults(call=commands.score)
     _add_run(score, energy=True)
     score.add_argument("text", help="a text file, a folder or a table with a text column")
+    score.add_argument("--text-column", default="text", metavar="NAME", help="default text")
     score.add_argument("--num-samples", type=int, metavar="N", help="also bound the perplexity")
     score.add_argument("--seed", type=int, default=0)
 
@@ -120,7 +121,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
         print(f"rebm: {error}", file=sys.stderr)
         return 2
     except KeyboardInterrupt:
-        print("rebm: stopped; the same command goes on from here", file=sys.stderr)
+        resumes = "; the same command goes on from here" if "recipe" in values else ""
+        print(f"rebm: stopped{resumes}", file=sys.stderr)
         return 130
     except BrokenPipeError:
         # The reader (head, less) has seen enough; Python would complain again at exit.

@@ -146,16 +146,26 @@ def _scored_set(joint: Any, scored: Any) -> list[dict[str, Any]]:
     ]
 
 
-def score(run: Path, energy: str | None, text: str, num_samples: int | None, seed: int) -> Output:
+def score(
+    run: Path,
+    energy: str | None,
+    text: str,
+    text_column: str,
+    num_samples: int | None,
+    seed: int,
+) -> Output:
     from residual_ebm.files.corpus import read_documents
     from residual_ebm.models.joint import JointModel
     from residual_ebm.stages.evaluate import plain_numbers
 
+    if text.startswith("grammar:"):
+        raise UserError("text", text, "is no text to score; name a file or a folder")
     try:
-        documents = read_documents(text).documents
+        documents = read_documents(text, text_column=text_column).documents
     except UserError as error:
-        # The reader speaks of the recipe's field; here the text is an argument.
-        field = "text" if error.field == "corpus.path" else error.field
+        # The reader speaks of the recipe's fields; here they are arguments.
+        argument = {"corpus.path": "text", "corpus.text_column": "--text-column"}
+        field = argument.get(error.field, error.field)
         raise UserError(field, error.value, error.remedy) from None
     joint = JointModel.from_pretrained(run, energy)
     texts = [document.text for document in documents]

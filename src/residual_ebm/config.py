@@ -45,12 +45,13 @@ def _check_file_name(name: str) -> str:
 Name = Annotated[str, AfterValidator(_check_file_name)]
 Count = Annotated[int, Field(ge=1)]
 Fraction = Annotated[float, Field(ge=0, le=1)]
+Beta = Annotated[float, Field(ge=0, lt=1)]
 
 
 class Section(BaseModel):
     """A part of the recipe; unknown keys are refused with the nearest known one."""
 
-    model_config = ConfigDict(extra="forbid", frozen=True, strict=True)
+    model_config = ConfigDict(extra="forbid", frozen=True, strict=True, allow_inf_nan=False)
 
     @model_validator(mode="before")
     @classmethod
@@ -131,7 +132,7 @@ class TrainingConfig(Section):
     warmup_steps: Annotated[int, Field(ge=0)] = 0
     max_grad_norm: Annotated[float, Field(gt=0)] = 1.0
     weight_decay: Annotated[float, Field(ge=0)] = 0.0
-    adam_betas: tuple[float, float] = (0.9, 0.98)
+    adam_betas: tuple[Beta, Beta] = (0.9, 0.98)
     precision: Precision = "bfloat16"  # autocast; the weights themselves stay in float32
     validate_every: Count
     checkpoint_every: Count

@@ -58,10 +58,11 @@ class TerminalProgress(Progress):
         self._console = Console(file=sys.stderr, highlight=False)
 
     def stage(self, sentence: str) -> None:
-        self._console.print(f"[bold]{sentence}[/bold]" if self._console.is_terminal else sentence)
+        style = "bold" if self._console.is_terminal else None
+        self._console.print(sentence, style=style, markup=False, soft_wrap=True)
 
     def note(self, text: str) -> None:
-        self._console.print(f"note: {text}", markup=False)
+        self._console.print(f"note: {text}", markup=False, soft_wrap=True)
 
     @contextmanager
     def bar(self, label: str, total: int, done: int = 0) -> Iterator[Bar]:

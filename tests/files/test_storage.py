@@ -391,6 +391,15 @@ def test_another_recipe_is_refused_by_its_key(tmp_path: Path, key: str, shown: s
     assert everything_in(tmp_path) == before
 
 
+def test_recipe_that_a_person_wrote_there_is_left_as_it_is(tmp_path: Path) -> None:
+    """`rebm run here/recipe.yaml --out here`: it says the same, and its comments are theirs."""
+    written = f"# why I chose this\n{RECIPE_OF_RUN.to_yaml()}"
+    (tmp_path / RECIPE).write_text(written)
+    with open_run(tmp_path, load_recipe(str(tmp_path / RECIPE))):
+        pass
+    assert (tmp_path / RECIPE).read_text() == written
+
+
 def test_one_process_at_a_time(tmp_path: Path) -> None:
     run = tmp_path / "run"
     with subprocess.Popen(

@@ -247,8 +247,11 @@ def test_fewer_tokens_are_the_beginning_of_the_full_draw(mode: ContinuationMode)
         for num_tokens in (1, 2, 3):
             cut = joint.sample(toys.PROMPT, 64, seed=seed, num_tokens=num_tokens)
             assert torch.equal(cut.ids_T, full.ids_T[:num_tokens])
-            # Weighed and resampled as whole continuations: the numbers are those of the whole.
-            assert (cut.energy, cut.lm_log_prob) == (full.energy, full.lm_log_prob)
+            # Weighed and resampled as whole continuations; the log-prob is of what is shown.
+            assert cut.energy == full.energy
+            shown = torch.cat([joint.encode_prompt(toys.PROMPT), cut.ids_T])[None]
+            log_prob = joint.language_model.log_prob(shown, shown.shape[1] - len(cut.ids_T)).sum()
+            assert cut.lm_log_prob == pytest.approx(float(log_prob), abs=1e-4)
             assert torch.equal(cut.scored.energy_N, full.scored.energy_N)
             assert cut.scored.proposals.ids_NT.shape[1] == toys.NUM_NEW
     assert bool(ended[True]) == (mode == "until_end")
@@ -285,7 +288,7 @@ def test_another_length_of_prompt_is_flagged(name: str, prompt: str) -> None:
     sample = joint.sample(prompt, 16)
     assert len(sample.ids_T) == toys.NUM_NEW
     length = len(prompt.split())
-    (flag,) = sample.flags
+    flag = sample.flags[0]
     assert f"prompt has {length} tokens" in flag
     assert "prefixes of 3" in flag
     # It still is a continuation of this prompt.

@@ -470,7 +470,7 @@ def test_loss_that_is_not_finite_is_a_user_error(tmp_path: Path, value: float) -
 
 @pytest.mark.parametrize("value", [math.nan, math.inf])
 def test_validation_that_is_never_finite_is_a_user_error(tmp_path: Path, value: float) -> None:
-    with pytest.raises(UserError):
+    with pytest.raises(UserError, match=f"loss.*{value}"):
         Task(training(), tmp_path).train(validate=lambda: {"loss": value})
 
 

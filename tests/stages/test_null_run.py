@@ -57,6 +57,7 @@ def null_recipe(mode: ContinuationMode, folder: Path) -> Recipe:
         {
             "name": "null",
             "description": "data drawn from P_LM",
+            "seed": 1,
             "device": "cpu",
             "threads": 1,
             "precision": "float32",

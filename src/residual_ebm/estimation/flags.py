@@ -8,7 +8,7 @@ from residual_ebm.estimation.perplexity import JointPerplexity
 
 # Shares of prefixes above which a sign of trouble is worth a sentence.
 _MANY = 0.1
-_STILL_MOVING = 0.25  # of the gain, between n/4 and n
+_STILL_MOVING = 0.25  # of the gain, between n/4 and n, or between the bounds
 _FEW_EFFECTIVE = 0.02  # of n
 
 
@@ -17,11 +17,17 @@ def flags(joint: JointPerplexity, base: float) -> list[str]:
     found = []
     first, last = joint.bounds_at[0], joint.bounds_at[-1]
     gain = base - joint.upper
-    moved = last.upper - first.upper
-    if moved > _STILL_MOVING * max(gain, 0.0) and moved > 1e-6 * base:
+    moved = max(last.upper - first.upper, last.lower - first.lower)
+    allowed = max(_STILL_MOVING * gain, 1e-6 * base)
+    if moved > allowed:
         found.append(
-            f"still moving: the upper perplexity rose by {moved:.3g} from n = {first.num_samples}"
-            f" to {last.num_samples}, while the gain is {gain:.3g}; draw more proposals"
+            f"still moving: a bound rose by {moved:.3g} from n = {first.num_samples} to"
+            f" {last.num_samples}, while the gain is {gain:.3g}; draw more proposals"
+        )
+    if joint.upper - joint.lower > allowed:
+        found.append(
+            f"wide: the bounds are {joint.upper - joint.lower:.3g} apart, while the gain is"
+            f" {gain:.3g}; draw more proposals"
         )
     if joint.share_past_pareto_k > _MANY:
         found.append(

@@ -1,6 +1,6 @@
 """Noise contrastive estimation: the loss that trains an energy, and the accuracy it reaches.
 
-Paper, section 3.1, Eq. 2. The noise is P_LM itself, so log P - log P_LM = -E and the energy is the
+Paper, section 3.1, Eq. 3. The noise is P_LM itself, so log P - log P_LM = -E and the energy is the
 logit of a classifier between text (positives) and the LM's own continuations (negatives):
 
     loss = - E_{x+ ~ data} log 1 / (1 + exp(E(x+)))  -  E_{x- ~ P_LM} log 1 / (1 + exp(-E(x-)))

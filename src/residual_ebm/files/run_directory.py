@@ -20,7 +20,9 @@ from residual_ebm.files.storage import (
 from residual_ebm.recipe_file import first_difference, load_recipe
 
 RECIPE = "recipe.yaml"
-_OF_A_NEW_RUN = (".lock", RECIPE, f".partial-{RECIPE}")
+_HEADER = "# The recipe of this run, complete: `rebm run` with it makes the same run again.\n"
+_TIMINGS = "timings.json"
+_OF_A_NEW_RUN = (".lock", RECIPE, f".partial-{RECIPE}", _TIMINGS)
 
 
 class RunDirectory:
@@ -91,11 +93,13 @@ class RunDirectory:
     def timed(self, stage: str) -> Iterator[None]:
         """Add the time a stage took to timings.json; results never depend on it."""
         start = time.monotonic()
-        yield
-        path = self.path / "timings.json"
-        timings: dict[str, Any] = read_json(path) if path.exists() else {}
-        timings[stage] = round(timings.get(stage, 0.0) + time.monotonic() - start, 3)
-        write_json(path, timings)
+        try:
+            yield
+        finally:
+            path = self.path / _TIMINGS
+            timings: dict[str, Any] = read_json(path) if path.exists() else {}
+            timings[stage] = round(timings.get(stage, 0.0) + time.monotonic() - start, 3)
+            write_json(path, timings)
 
 
 def _begun(path: Path) -> bool:
@@ -132,8 +136,10 @@ def open_run(path: Path, recipe: Recipe) -> Iterator[RunDirectory]:
                     str(path),
                     f"was made by another recipe ({difference}); name another --out",
                 )
-        else:
+        elif not recipe_path.exists() or recipe_path.read_text("utf-8").startswith(_HEADER):
             # Also over the recipe of a run that failed before it made anything.
-            write_bytes(recipe_path, recipe.to_yaml().encode())
+            write_bytes(recipe_path, (_HEADER + recipe.to_yaml()).encode())
+        elif first_difference(run_dir.recipe(), recipe):
+            raise UserError("--out", str(path), f"holds another {RECIPE}; name a new folder")
         remove_leftovers(path)
         yield run_dir

@@ -68,7 +68,9 @@ def read_json(path: Path, *, has: str | None = None) -> Any:
     try:
         value = json.loads(path.read_text(encoding="utf-8"))
     except FileNotFoundError:
-        raise UserError("file", str(path), "is missing; run the stage that makes it") from None
+        raise UserError(
+            "file", str(path), "is missing; run the stage that makes it, or all with `rebm run`"
+        ) from None
     except ValueError:
         raise UserError("file", str(path), "is not valid JSON; delete it and run again") from None
     if has is not None and not (isinstance(value, dict) and has in value):
@@ -158,7 +160,9 @@ def read_table(path: Path) -> pa.Table:
         with pa.memory_map(str(path)) as source, pa.ipc.open_stream(source) as reader:
             return reader.read_all()
     except FileNotFoundError:
-        raise UserError("file", str(path), "is missing; run the stage that makes it") from None
+        raise UserError(
+            "file", str(path), "is missing; run the stage that makes it, or all with `rebm run`"
+        ) from None
     except (pa.ArrowInvalid, OSError):
         raise UserError(
             "file", str(path), "is not a whole Arrow file; delete its folder and run again"

@@ -22,7 +22,7 @@ from residual_ebm.models.device import DTYPES
 from residual_ebm.models.energy_inputs import TextBridge
 from residual_ebm.models.energy_networks import HeadEnergy, TransformerEnergy
 from residual_ebm.models.language_model import LanguageModel, continuation_mask
-from residual_ebm.models.loading import load_pretrained, load_tokenizer
+from residual_ebm.models.loading import context_length, load_pretrained, load_tokenizer
 from residual_ebm.progress import QUIET, Progress
 
 _INFO = "energy.json"
@@ -60,7 +60,7 @@ class EnergyModel:
         if isinstance(network, TransformerEnergy):
             assert tokenizer is not None
             self._bridge = TextBridge(
-                language_model.tokenizer, tokenizer, _context_length(network.backbone)
+                language_model.tokenizer, tokenizer, context_length(network.backbone.config)
             )
 
     @classmethod
@@ -181,14 +181,3 @@ class EnergyModel:
                 parts.append(self(ids_BT[rows], lengths, prefix_length).float())
                 bar.advance(len(parts[-1]))
         return torch.cat(parts)
-
-
-def _context_length(backbone: PreTrainedModel) -> int | None:
-    length = getattr(backbone.config, "max_position_embeddings", None)
-    # RoBERTa's positions start after its padding index, so two of them are never used.
-    if length is not None and getattr(backbone.config, "model_type", "") in (
-        "roberta",
-        "xlm-roberta",
-    ):
-        length -= int(backbone.config.pad_token_id) + 1
-    return length

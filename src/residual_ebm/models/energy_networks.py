@@ -16,6 +16,7 @@ from transformers import PreTrainedModel
 from residual_ebm.config import HeadConfig
 from residual_ebm.models.energy_inputs import TextInputs
 from residual_ebm.models.language_model import TokenFeatures
+from residual_ebm.models.loading import train_every_embedding
 
 
 def masked_mean(hidden_BLH: Tensor, mask_BL: Tensor) -> Tensor:
@@ -37,6 +38,7 @@ class TransformerEnergy(nn.Module):
     def __init__(self, backbone: PreTrainedModel) -> None:
         super().__init__()
         self.backbone = backbone
+        train_every_embedding(backbone)
         # BERT's own pooling layer reads the first token only; ours is the mean over all of them.
         if getattr(backbone, "pooler", None) is not None:
             backbone.pooler = None

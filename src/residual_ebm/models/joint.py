@@ -33,6 +33,7 @@ from residual_ebm.progress import QUIET, Progress
 from residual_ebm.randomness import derive_seed
 
 _BOOTSTRAP_RESAMPLES = 2000
+_FEWEST_EFFECTIVE = 2.0  # below this, one proposal was all but certain to be drawn
 
 
 @dataclass(frozen=True)
@@ -41,8 +42,8 @@ class JointSample:
 
     text: str
     ids_T: Tensor
-    energy: float
-    lm_log_prob: float
+    energy: float  # of the whole horizon, also when fewer tokens are shown
+    lm_log_prob: float  # of the tokens in `text`
     effective_sample_size: float
     num_proposals: int
     target: str
@@ -174,15 +175,19 @@ class JointModel:
         chosen = int(scored.draw(seed)[0])
         length = min(int(scored.proposals.length_N[chosen]), num_tokens or horizon)
         ids_T = scored.proposals.ids_NT[chosen, :length].cpu()
+        log_prob = scored.proposals.log_prob_N[chosen]
+        if length < int(scored.proposals.length_N[chosen]):
+            shown_1T = torch.cat([prefix_ids, ids_T])[None]
+            log_prob = self.language_model.log_prob(shown_1T, len(prefix_ids)).double().sum()
         return JointSample(
             self.decode(ids_T),
             ids_T,
             float(scored.energy_N[chosen]),
-            float(scored.proposals.log_prob_N[chosen]),
+            float(log_prob),
             scored.effective_sample_size,
             num_proposals,
             scored.target,
-            self.prompt_flags(len(prefix_ids)),
+            [*self.prompt_flags(prefix_ids), *_scarcity_flags(scored.effective_sample_size)],
             scored,
         )
 
@@ -206,21 +211,25 @@ class JointModel:
         ]
         return ids
 
-    def prompt_flags(self, num_tokens: int) -> list[str]:
-        if num_tokens == self.block.prefix_length:
-            return []
-        return [
-            f"the prompt has {num_tokens} tokens, but this energy was trained on prefixes of"
-            f" {self.block.prefix_length}: its energies may mean little here"
-        ]
+    def prompt_flags(self, prefix_ids: Tensor) -> list[str]:
+        """Why a prompt may be outside of what the energy was trained on."""
+        found = []
+        if len(prefix_ids) != self.block.prefix_length:
+            found.append(
+                f"the prompt has {len(prefix_ids)} tokens, but this energy was trained on prefixes"
+                f" of {self.block.prefix_length}: its energies may mean little here"
+            )
+        if self.language_model.tokenizer.unk_token_id in prefix_ids.tolist():
+            found.append("the prompt has words that the tokenizer does not know")
+        return found
 
     def decode(self, ids_T: Tensor) -> str:
         text = self.language_model.tokenizer.decode(ids_T.tolist(), skip_special_tokens=True)
         return str(text)
 
-    def blocks_of(self, texts: list[str]) -> Blocks:
+    def blocks_of(self, texts: str | list[str]) -> Blocks:
         """Texts cut as the energy's training text was; each text is a document."""
-        documents = self._encode(texts, "text")
+        documents = self._encode([texts] if isinstance(texts, str) else texts, "text")
         blocks = cut_blocks(documents, self.block, self.language_model.end_of_text)
         if not len(blocks):
             total = sum(len(document) for document in documents)
@@ -245,7 +254,7 @@ class JointModel:
 
     def perplexity(
         self,
-        texts: list[str],
+        texts: str | list[str],
         num_samples: int = 1000,
         *,
         seed: int = 0,
@@ -276,6 +285,15 @@ class JointModel:
         base = base_perplexity(prefixes, **resampling)
         joint = joint_perplexity(prefixes, summaries, **resampling)
         return PerplexityReport(base, joint, len(blocks), num_samples, flags(joint, base.value))
+
+
+def _scarcity_flags(effective_sample_size: float) -> list[str]:
+    if effective_sample_size >= _FEWEST_EFFECTIVE:
+        return []
+    return [
+        f"effective sample size {effective_sample_size:.1f}: hardly a choice among proposals; draw"
+        " more of them"
+    ]
 
 
 def _existing(folder: Path) -> Path:

@@ -20,7 +20,7 @@ from residual_ebm.errors import UserError
 from residual_ebm.files.storage import fingerprint
 from residual_ebm.models.decoding import Decoded, Truncation, decode
 from residual_ebm.models.device import DTYPES, resolve_device
-from residual_ebm.models.loading import load_pretrained, load_tokenizer
+from residual_ebm.models.loading import context_length, load_pretrained, load_tokenizer
 from residual_ebm.progress import QUIET, Progress
 from residual_ebm.randomness import uniform
 
@@ -91,7 +91,7 @@ class LanguageModel:
 
     @property
     def context_length(self) -> int | None:
-        return getattr(self.model.config, "max_position_embeddings", None)
+        return context_length(self.model.config)
 
     def check_context(self, num_tokens: int, field: str = "prompt") -> None:
         """Refuse more tokens than the model was built for."""

@@ -5,13 +5,12 @@ from typing import Any
 
 import transformers
 from safetensors import SafetensorError
-from transformers import AutoTokenizer, PreTrainedTokenizerFast
+from transformers import AutoTokenizer, PreTrainedModel, PreTrainedTokenizerFast
 
 from residual_ebm.errors import UserError
 from residual_ebm.files.storage import check_manifest, is_complete
 
-# transformers prints its own bars and advice; our progress says what a user needs.
-transformers.utils.logging.disable_progress_bar()
+# transformers gives advice of its own; our errors and notes say what a user needs.
 transformers.utils.logging.set_verbosity_error()
 
 
@@ -23,10 +22,27 @@ def load_pretrained(auto_class: Any, source: str, field: str, **arguments: Any) 
             check_manifest(folder)
         if not (folder / "config.json").is_file():
             raise UserError(field, source, "is not a model folder: it has no config.json")
+    # A bar for a download from the hub, none for the seconds that reading a folder takes.
+    bars = transformers.utils.logging
+    (bars.disable_progress_bar if folder.is_dir() else bars.enable_progress_bar)()
     try:
         return auto_class.from_pretrained(source, trust_remote_code=False, **arguments)
     except (OSError, ValueError, KeyError, RuntimeError, SafetensorError) as error:
         raise _not_loaded(source, field, error) from None
+
+
+def context_length(config: Any) -> int | None:
+    """How many tokens a network reads at most, by its configuration; None when it does not say."""
+    length = getattr(config, "max_position_embeddings", None)
+    # RoBERTa's positions start after its padding index, so the first ones are never used.
+    if length is not None and config.model_type in ("roberta", "xlm-roberta", "camembert", "mpnet"):
+        length -= int(config.pad_token_id) + 1
+    return length
+
+
+def train_every_embedding(model: PreTrainedModel) -> None:
+    """Padding is masked; the token that pads is end-of-text, and must be learnt as any other."""
+    model.get_input_embeddings().padding_idx = None
 
 
 def load_tokenizer(source: str, field: str) -> PreTrainedTokenizerFast:

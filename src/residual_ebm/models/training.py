@@ -102,6 +102,7 @@ def train(
     log: TrainingLog,
     progress: Progress,
     label: str,
+    dropout: bool = True,
 ) -> History:
     """Minimise `loss_at(step)`; leave the weights with the lowest validation `loss` in `module`.
 
@@ -127,7 +128,7 @@ def train(
             step = history.step
             for group in optimiser.param_groups:
                 group["lr"] = learning_rate_at(step, config)
-            module.train()
+            module.train(dropout)
             with torch_seed(seed, label, "dropout", step), autocast(config.precision, device):
                 loss = loss_at(step)
             if not torch.isfinite(loss):
@@ -150,7 +151,7 @@ def train(
                 }
                 log.write(history.step, values)
             if history.step % config.validate_every == 0 or history.step == config.steps:
-                _validate(module, validate, config, history, parameters, folder, log, device)
+                _validate(module, validate, config, history, parameters, folder, log, label)
             if history.step % config.checkpoint_every == 0 or interrupted():
                 _save(folder, parameters, optimiser, history)
             if interrupted():
@@ -168,11 +169,19 @@ def _validate(
     parameters: dict[str, nn.Parameter],
     folder: Path,
     log: TrainingLog,
-    device: torch.device,
+    label: str,
 ) -> None:
     module.eval()
+    device = next(iter(parameters.values())).device
     with torch.no_grad(), autocast(config.precision, device):
         values = validate()
+    if not math.isfinite(values["loss"]):
+        raise UserError(
+            "training.learning_rate",
+            config.learning_rate,
+            f"the validation loss of {label} became {values['loss']} at step {history.step};"
+            " lower it",
+        )
     history.validations.append({"step": history.step, **values})
     log.write(history.step, {f"validation_{name}": value for name, value in values.items()})
     if values["loss"] < history.best_loss:

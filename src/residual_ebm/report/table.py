@@ -17,7 +17,7 @@ def print_results(results: dict[str, Any], console: Console) -> None:
 
 def _perplexity_table(results: dict[str, Any]) -> Table:
     table = Table(box=box.SIMPLE_HEAD, pad_edge=False, padding=(0, 1, 0, 0))
-    table.add_column("model")
+    table.add_column("model", overflow="fold", min_width=10)
     for heading in ("params", "val", "test", "95 %", "minus base", "ESS", "flags"):
         table.add_column(heading, justify="right", no_wrap=True)
     for row in results["language_models"]:
@@ -34,7 +34,7 @@ def _perplexity_table(results: dict[str, Any]) -> Table:
             f"{test['effective_sample_size']:.0f}",
             str(len(test["flags"]) or "-"),
         )
-    if results["floor"]["test"]:
+    if all(results["floor"].values()):
         _add_exact(table, "truth", results["floor"], "")
     return table
 
@@ -59,6 +59,12 @@ def _caption(results: dict[str, Any]) -> str:
 
 
 def _print_flags(results: dict[str, Any], console: Console) -> None:
+    if results["pretrained"]:
+        console.print(
+            f"{', '.join(results['pretrained'])}: pretrained elsewhere, perhaps on this very text.",
+            markup=False,
+            highlight=False,
+        )
     for row in results["language_models"]:
         console.print(
             f"{row['name']}: perplexity {_number(row['train']['value'])} on training text,"
@@ -109,7 +115,7 @@ def _count(value: int) -> str:
 
 
 def _number(value: float | None) -> str:
-    return "?" if value is None else f"{value:.2f}" if abs(value) < 100 else f"{value:.1f}"
+    return "?" if value is None else f"{value:.2f}" if abs(value) < 100 else f"{value:.0f}"
 
 
 def _bounds(row: dict[str, Any]) -> str:

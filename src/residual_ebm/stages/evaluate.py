@@ -15,7 +15,7 @@ import torch
 from scipy.optimize import minimize_scalar
 
 import residual_ebm
-from residual_ebm.config import EnergyConfig, Recipe
+from residual_ebm.config import SCRATCH, EnergyConfig, Recipe
 from residual_ebm.errors import UserError
 from residual_ebm.estimation.bootstrap import perplexity
 from residual_ebm.estimation.flags import flags
@@ -69,6 +69,7 @@ def run(recipe: Recipe, run_dir: RunDirectory, progress: Progress = QUIET) -> No
         "num_prefixes": {
             split: len(evaluation_prefixes(recipe, run_dir, split)[1]) for split in SPLITS
         },
+        "pretrained": _pretrained(recipe),
         "language_models": language_models,
         "floor": {split: _floor(recipe, run_dir, split) for split in SPLITS},
         "joint_models": rows,
@@ -76,6 +77,15 @@ def run(recipe: Recipe, run_dir: RunDirectory, progress: Progress = QUIET) -> No
         "examples": choose_examples(recipe, run_dir, best) if best else [],
     }
     write_json(run_dir.results, plain_numbers(results))
+
+
+def _pretrained(recipe: Recipe) -> list[str]:
+    """Models that were trained elsewhere, perhaps on the evaluated text itself (trap 15)."""
+    sources = [model.source for model in recipe.language_models if model.source != SCRATCH]
+    for energy in recipe.energies:
+        if energy.source and energy.source.partition(":")[0] not in ("lm", "encoder"):
+            sources.append(energy.source)
+    return sources
 
 
 def _resampling(recipe: Recipe) -> dict[str, Any]:
@@ -186,7 +196,10 @@ def _joint_row(
     summaries = summarise(real, log_weights, scale)
     joint = joint_perplexity(prefixes_of(real), summaries, **_resampling(recipe))
     base = perplexity(real.lm_log_prob_P, real.num_tokens_P)
-    return {**asdict(joint), "flags": flags(joint, base)}
+    found = flags(joint, base)
+    if scale > 0.99 * _LARGEST_SCALE:
+        found.append(f"scale at its limit of {_LARGEST_SCALE:g}: the energy is far from trained")
+    return {**asdict(joint), "flags": found}
 
 
 def _fit_scale(real: RealContinuations, log_weights: Sequence[np.ndarray]) -> float:

@@ -37,6 +37,8 @@ def run(recipe: Recipe, run_dir: RunDirectory, progress: Progress = QUIET) -> No
         )
         for split in wanted:
             blocks = read_blocks(run_dir.blocks / f"{source_split(recipe, split)}.arrow")
+            if len(blocks) < counts[split]:
+                progress.note(f"{split}: {counts[split]} prefixes wanted, {len(blocks)} there are")
             draw_samples(
                 language_model,
                 blocks,

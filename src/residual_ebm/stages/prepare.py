@@ -55,6 +55,8 @@ def run(recipe: Recipe, run_dir: RunDirectory, progress: Progress = QUIET) -> No
                 _refuse_small_corpus(recipe, split, documents)
             if split in _SPLITS_WITH_FLOOR and _symbols_are_tokens(recipe):
                 blocks = _with_true_log_prob(recipe, blocks, tokenizer)
+                if np.isnan(blocks.true_log_prob_B).any():
+                    progress.note(f"{split}: words unknown to the tokenizer, so no known floor")
             write_blocks(folder / f"{split}.arrow", blocks)
             write_documents(folder / f"documents-{split}.arrow", documents)
             progress.note(f"{split}: {len(documents)} documents, {len(blocks)} blocks")
@@ -99,6 +101,9 @@ def _with_true_log_prob(
     end_of_text = end_of_text_id(tokenizer)
     true_log_prob_B = np.empty(len(blocks))
     for number, (ids, length) in enumerate(zip(blocks.ids_BT, blocks.length_B, strict=True)):
+        if tokenizer.unk_token_id in ids[:length]:
+            true_log_prob_B[number] = np.nan  # several words share this token
+            continue
         words = [
             None if token == end_of_text else str(tokenizer.convert_ids_to_tokens(int(token)))
             for token in ids[:length]

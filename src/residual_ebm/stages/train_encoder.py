@@ -17,7 +17,7 @@ from residual_ebm.files.storage import check_manifest, is_complete, new_folder, 
 from residual_ebm.files.tokenizers import train_tokenizer
 from residual_ebm.models.device import resolve_device, use_recipe_threads
 from residual_ebm.models.energy_inputs import TextBridge, TextInputs, decode_blocks
-from residual_ebm.models.loading import load_tokenizer
+from residual_ebm.models.loading import context_length, load_tokenizer
 from residual_ebm.models.masking import mask_tokens
 from residual_ebm.models.training import History, batch_indices, forget_training, train
 from residual_ebm.progress import QUIET, Progress
@@ -108,9 +108,7 @@ def _train(
     run_dir: RunDirectory,
     progress: Progress,
 ) -> History:
-    bridge = TextBridge(
-        lm_tokenizer, tokenizer, getattr(model.config, "max_position_embeddings", None)
-    )
+    bridge = TextBridge(lm_tokenizer, tokenizer, context_length(model.config))
     training = config.training
 
     def loss_of(part: Blocks, step: int, purpose: str) -> Tensor:

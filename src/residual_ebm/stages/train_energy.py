@@ -13,7 +13,7 @@ from typing import NamedTuple
 import numpy as np
 import torch
 from torch import Tensor
-from transformers import AutoModel
+from transformers import AutoModel, AutoModelForMaskedLM, PreTrainedModel
 
 from residual_ebm.config import BlockConfig, EnergyConfig, HeadConfig, Recipe
 from residual_ebm.errors import UserError
@@ -144,9 +144,20 @@ def _initial_energy(
         field = f"energies.{config.name}.source"
         # A masked LM's folder also loads as its bare encoder; its vocabulary layer is left behind.
         backbone = load_pretrained(AutoModel, source, field, dtype=torch.float32)
+        _check_direction(backbone, config, field)
         return EnergyModel.from_backbone(
             backbone, load_tokenizer(source, field), info, language_model
         )
+
+
+def _check_direction(backbone: PreTrainedModel, config: EnergyConfig, field: str) -> None:
+    """UniT reads left to right and BiT both ways; a backbone that does the other is refused."""
+    masked = type(backbone.config) in AutoModelForMaskedLM._model_mapping
+    both_ways = masked and not getattr(backbone.config, "is_decoder", False)
+    if both_ways != (config.kind == "bit"):
+        reads = "both ways" if both_ways else "left to right"
+        remedy = {"bit": "an encoder, or kind: unit", "unit": "a causal LM, or kind: bit"}
+        raise UserError(field, config.source, f"reads {reads}; give {remedy[config.kind]}")
 
 
 def _backbone_source(config: EnergyConfig, run_dir: RunDirectory) -> str:

@@ -14,6 +14,7 @@ from residual_ebm.files.blocks import cut_blocks, read_documents_ids
 from residual_ebm.files.run_directory import RunDirectory
 from residual_ebm.files.storage import check_manifest, is_complete, new_folder, write_json
 from residual_ebm.models.device import resolve_device, use_recipe_threads
+from residual_ebm.models.energy_inputs import same_vocabulary
 from residual_ebm.models.language_model import end_of_text_id
 from residual_ebm.models.loading import load_pretrained, load_tokenizer
 from residual_ebm.models.training import History, batch_indices, forget_training, train
@@ -28,6 +29,7 @@ from residual_ebm.stages.training_run import (
 )
 
 SENTENCE = "Training the language model {name}, which is P_LM"
+SENTENCE_AS_IT_IS = "Taking {source} as it is for the language model {name}"
 _VALIDATION_WINDOWS = 256
 
 
@@ -35,7 +37,8 @@ def run(recipe: Recipe, run_dir: RunDirectory, progress: Progress = QUIET) -> No
     use_recipe_threads(recipe)
     for config in recipe.language_models:
         if not is_complete(run_dir.language_model(config.name)):
-            progress.stage(SENTENCE.format(name=config.name))
+            sentence = SENTENCE if config.training else SENTENCE_AS_IT_IS
+            progress.stage(sentence.format(name=config.name, source=config.source))
             _make(recipe, config, run_dir, progress)
         forget_training(resume_folder(run_dir.language_model(config.name)))
 
@@ -64,11 +67,13 @@ def _initial_model(
         model = load_pretrained(
             AutoModelForCausalLM, config.source, f"{field}.source", dtype=torch.float32
         )
-        if len(tokenizer) > model.get_input_embeddings().weight.shape[0]:
+        own = load_tokenizer(config.source, f"{field}.source")
+        if not (same_vocabulary(own, tokenizer) and own.eos_token_id == tokenizer.eos_token_id):
             raise UserError(
                 "tokenizer.source",
                 recipe.tokenizer.source,
-                f"has {len(tokenizer)} tokens, more than {config.source} knows; use its own",
+                f"is not the tokenizer of {config.source}, whose token ids mean something else;"
+                f" set tokenizer.source={config.source}",
             )
         check_context(model, recipe.block.length, f"{field}.source", config.source)
         return model
@@ -123,6 +128,7 @@ def _train(
         log=training_log(run_dir, "train-lm", config.name),
         progress=progress,
         label=config.name,
+        dropout=False,
     )
 
 

@@ -11,6 +11,7 @@ from residual_ebm.config import TRAINING_SUFFIX
 from residual_ebm.errors import UserError
 from residual_ebm.files.run_directory import RunDirectory
 from residual_ebm.files.storage import disk_errors
+from residual_ebm.models.loading import context_length, train_every_embedding
 from residual_ebm.models.training import TrainingLog
 
 # Read by transformers from the model's name, not from the architecture a recipe gives.
@@ -69,12 +70,13 @@ def build_model(
         model: PreTrainedModel = auto_class.from_config(config)
     except _IMPOSSIBLE as error:
         raise impossible_architecture(field, architecture, error) from None
+    train_every_embedding(model)
     return model
 
 
 def check_context(model: PreTrainedModel, num_tokens: int, field: str, source: str) -> None:
     """A pretrained model must be able to read a whole block."""
-    context = getattr(model.config, "max_position_embeddings", None)
+    context = context_length(model.config)
     if context is not None and context < num_tokens:
         raise UserError(
             field,
@@ -121,11 +123,11 @@ def build_architecture(
         config = AutoConfig.for_model(model_type, **arguments, **fixed)
     except (*_IMPOSSIBLE, StrictDataclassError) as error:
         raise impossible_architecture(field, architecture, error) from None
-    context = getattr(config, "max_position_embeddings", None)
+    context = context_length(config)
     if context is not None and context < min_length:
         raise UserError(
             f"{field}.max_position_embeddings",
-            context,
+            config.max_position_embeddings,
             f"blocks have {min_length} tokens; raise it to that or more",
         )
     return config
