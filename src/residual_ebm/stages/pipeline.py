@@ -48,7 +48,7 @@ def progress_of(recipe: Recipe, run_dir: RunDirectory) -> list[dict[str, str]]:
     for encoder in recipe.encoders:
         folders.append((f"encoder {encoder.name}", run_dir.encoder(encoder.name)))
     for name in recipe.sampled_language_models:
-        for split in ("train", "validation"):
+        for split in negatives.SPLITS:
             folders.append((f"negatives of {name}, {split}", run_dir.negatives(name, split)))
     for energy in recipe.energies:
         folders.append((f"energy {energy.name}", run_dir.energy(energy.name)))

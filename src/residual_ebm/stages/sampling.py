@@ -1,12 +1,15 @@
 """Drawing negatives and proposals: untruncated samples of P_LM, in shards that survive a kill."""
 
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 
 import numpy as np
 import torch
 
-from residual_ebm.config import BlockConfig, SamplingConfig
+from residual_ebm.config import BlockConfig, Recipe, SamplingConfig
 from residual_ebm.files.blocks import Blocks
+from residual_ebm.files.run_directory import RunDirectory
 from residual_ebm.files.samples import (
     Chunk,
     SampleRows,
@@ -16,10 +19,55 @@ from residual_ebm.files.samples import (
     shard_path,
     write_rows,
 )
-from residual_ebm.files.storage import write_manifest
+from residual_ebm.files.storage import check_manifest, is_complete, write_manifest
 from residual_ebm.models.decoding import UNTRUNCATED
+from residual_ebm.models.device import use_recipe_threads
 from residual_ebm.models.language_model import LanguageModel
 from residual_ebm.progress import Progress
+from residual_ebm.randomness import derive_seed
+
+
+@dataclass(frozen=True)
+class Drawing:
+    """What a stage wants drawn: of which prefixes, how many samples, and where they go."""
+
+    purpose: str  # keys the randomness: negatives are not proposals
+    sentence: str
+    splits: Sequence[str]
+    prefixes: Callable[[str], tuple[Blocks, np.ndarray]]  # blocks of a split, and those chosen
+    num_samples: int
+    sampling: SamplingConfig
+    folder: Callable[[str, str], Path]  # of a language model and a split
+
+
+def draw_missing(
+    recipe: Recipe, run_dir: RunDirectory, drawing: Drawing, progress: Progress
+) -> None:
+    """Draw what is not there yet, for every language model that an energy corrects."""
+    use_recipe_threads(recipe)
+    for name in recipe.sampled_language_models:
+        wanted = [split for split in drawing.splits if not is_complete(drawing.folder(name, split))]
+        if not wanted:
+            continue
+        progress.stage(drawing.sentence.format(name=name))
+        check_manifest(run_dir.blocks)
+        language_model = LanguageModel.from_pretrained(
+            run_dir.language_model(name), precision=recipe.precision, device=recipe.device
+        )
+        for split in wanted:
+            blocks, block_P = drawing.prefixes(split)
+            draw_samples(
+                language_model,
+                blocks,
+                block_P,
+                drawing.num_samples,
+                block=recipe.block,
+                sampling=drawing.sampling,
+                folder=drawing.folder(name, split),
+                seed=derive_seed(recipe.seed, drawing.purpose, name, split),
+                progress=progress,
+                label=f"{drawing.purpose}, {split}",
+            )
 
 
 def draw_samples(
