@@ -10,7 +10,8 @@ from transformers import AutoTokenizer, PreTrainedModel, PreTrainedTokenizerFast
 from residual_ebm.errors import UserError
 from residual_ebm.files.storage import check_manifest, is_complete
 
-# transformers gives advice of its own; our errors and notes say what a user needs.
+# transformers has bars and advice of its own; our progress and errors say what a user needs.
+transformers.utils.logging.disable_progress_bar()
 transformers.utils.logging.set_verbosity_error()
 
 
@@ -22,13 +23,14 @@ def load_pretrained(auto_class: Any, source: str, field: str, **arguments: Any) 
             check_manifest(folder)
         if not (folder / "config.json").is_file():
             raise UserError(field, source, "is not a model folder: it has no config.json")
-    # A bar for a download from the hub, none for the seconds that reading a folder takes.
-    bars = transformers.utils.logging
-    (bars.disable_progress_bar if folder.is_dir() else bars.enable_progress_bar)()
+    else:
+        transformers.utils.logging.enable_progress_bar()  # of a download from the hub
     try:
         return auto_class.from_pretrained(source, trust_remote_code=False, **arguments)
     except (OSError, ValueError, KeyError, RuntimeError, SafetensorError) as error:
         raise _not_loaded(source, field, error) from None
+    finally:
+        transformers.utils.logging.disable_progress_bar()
 
 
 def context_length(config: Any) -> int | None:

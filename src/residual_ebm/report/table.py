@@ -115,7 +115,10 @@ def _count(value: int) -> str:
 
 
 def _number(value: float | None) -> str:
-    return "?" if value is None else f"{value:.2f}" if abs(value) < 100 else f"{value:.0f}"
+    if value is None:
+        return "?"
+    digits = 2 if abs(value) < 100 else 1 if abs(value) < 1000 else 0
+    return f"{value:.{digits}f}"
 
 
 def _bounds(row: dict[str, Any]) -> str:
@@ -131,4 +134,5 @@ def _interval(interval: dict[str, float | None]) -> str:
 def _signed(interval: dict[str, float | None]) -> str:
     if interval["low"] is None or interval["high"] is None:
         return "one document"
-    return f"{interval['low']:+.2f}/{interval['high']:+.2f}"
+    digits = 2 if max(abs(interval["low"]), abs(interval["high"])) < 10 else 1
+    return f"{interval['low']:+.{digits}f}/{interval['high']:+.{digits}f}"
