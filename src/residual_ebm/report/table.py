@@ -17,7 +17,7 @@ def print_results(results: dict[str, Any], console: Console) -> None:
 
 def _perplexity_table(results: dict[str, Any]) -> Table:
     table = Table(box=box.SIMPLE_HEAD, pad_edge=False, padding=(0, 1, 0, 0))
-    table.add_column("model", overflow="fold", min_width=10)
+    table.add_column("model", overflow="fold", min_width=6)
     for heading in ("params", "val", "test", "95 %", "minus base", "ESS", "flags"):
         table.add_column(heading, justify="right", no_wrap=True)
     for row in results["language_models"]:
