@@ -3,10 +3,12 @@
 Prefixes are chosen by seed, never by hand.
 """
 
+from pathlib import Path
 from typing import Any
 
 import numpy as np
 import torch
+from transformers import PreTrainedTokenizerFast
 
 from residual_ebm.config import Recipe
 from residual_ebm.estimation.importance import effective_sample_size, resample
@@ -27,17 +29,15 @@ def choose_examples(recipe: Recipe, run_dir: RunDirectory, energy: str) -> list[
     folder = run_dir.log_weights(energy, "test")
     real = read_real(folder / REAL)
     count = min(recipe.evaluation.num_examples, len(block_P))
-    chosen = generator(recipe.seed, "examples").permutation(len(block_P))[:count]
+    chosen = generator(recipe.seed, "examples").permutation(len(block_P))[:count].tolist()
     log_weights = {
-        prefix: values for prefix, values in read_log_weights(folder) if prefix in set(chosen)
+        prefix: values for prefix, values in read_log_weights(folder) if prefix in chosen
     }
-    wanted = {
-        int(prefix): _pick(recipe, int(prefix), log_weights[int(prefix)]) for prefix in chosen
-    }
+    wanted = {prefix: _pick(recipe, prefix, log_weights[prefix]) for prefix in chosen}
     texts = _continuations(proposals, wanted, tokenizer)
 
     examples = []
-    for prefix in map(int, chosen):
+    for prefix in chosen:
         ids = blocks.ids_BT[block_P[prefix]]
         start, end = recipe.block.prefix_length, blocks.length_B[block_P[prefix]]
         log_weight_N = torch.from_numpy(log_weights[prefix])
@@ -67,7 +67,7 @@ def _pick(recipe: Recipe, prefix: int, log_weight_N: np.ndarray) -> dict[str, in
 
 
 def _continuations(
-    proposals: Any, wanted: dict[int, dict[str, int]], tokenizer: Any
+    proposals: Path, wanted: dict[int, dict[str, int]], tokenizer: PreTrainedTokenizerFast
 ) -> dict[tuple[int, int], str]:
     """Texts of the wanted (prefix, sample) pairs, read shard by shard."""
     pairs = {(prefix, sample) for prefix, roles in wanted.items() for sample in roles.values()}
