@@ -195,5 +195,9 @@ def test_truncated_samples_are_refused(tmp_path: Path, truncation: dict[str, Any
 
 
 @pytest.mark.parametrize("truncation", [None, {}])
-def test_untruncated_samples_are_accepted(truncation: dict[str, Any] | None) -> None:
+def test_untruncated_samples_are_accepted(
+    tmp_path: Path, truncation: dict[str, Any] | None
+) -> None:
     refuse_truncation(truncation, "here")
+    write_set(tmp_path, truncation)
+    assert sum(len(rows) for rows in open_samples(tmp_path, LANGUAGE_MODEL).rows()) > 0
