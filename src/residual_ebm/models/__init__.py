@@ -1,5 +1,5 @@
 """Everything that holds weights."""
 
-from residual_ebm.models.amx import avoid_broken_amx
+from residual_ebm.models.amx import mend_amx
 
-avoid_broken_amx()
+mend_amx()

@@ -1,0 +1,85 @@
+"""bfloat16 products are right, whatever this machine says about its matrix tiles."""
+
+import os
+import signal
+import subprocess
+import sys
+from collections.abc import Callable
+
+import pytest
+import torch
+
+from residual_ebm.models import amx
+
+SHAPES = [(1, 576, 576), (64, 64, 64), (33, 17, 91), (512, 576, 1536), (300, 384, 1152), (7, 3, 2)]
+
+
+@pytest.mark.parametrize(("rows", "inner", "columns"), SHAPES)
+def test_products_equal_float32_to_rounding(rows: int, inner: int, columns: int) -> None:
+    generator = torch.Generator().manual_seed(rows)
+    a = torch.randn(rows, inner, generator=generator).bfloat16()
+    b = torch.randn(columns, inner, generator=generator).bfloat16().requires_grad_()
+    product = torch.nn.functional.linear(a, b)
+    exact = a.float() @ b.detach().float().T
+    assert (product.float() - exact).abs().max() <= 0.01 * exact.abs().max()
+    product.sum().backward()
+    assert b.grad is not None
+    torch.testing.assert_close(
+        b.grad.float(), a.float().sum(0).expand(columns, -1), rtol=0.02, atol=0.02 * rows**0.5
+    )
+
+
+def _die() -> None:
+    os.kill(os.getpid(), signal.SIGILL)
+
+
+def _live() -> None:
+    pass
+
+
+def _raise() -> None:
+    raise OSError("CPUID cannot be made to trap here")
+
+
+@pytest.mark.parametrize(
+    ("plain", "answered", "limit"),
+    [
+        (_live, _die, None),  # nothing to mend: the second attempt is not made
+        (_die, _live, None),
+        (_die, _die, "AVX512_CORE_FP16"),
+        (_die, _raise, "AVX512_CORE_FP16"),
+    ],
+)
+def test_limit_is_the_last_resort(
+    monkeypatch: pytest.MonkeyPatch,
+    plain: Callable[[], None],
+    answered: Callable[[], None],
+    limit: str | None,
+) -> None:
+    monkeypatch.delenv("ONEDNN_MAX_CPU_ISA", raising=False)
+    monkeypatch.setattr(amx, "has_amx", lambda: True)
+    monkeypatch.setattr(amx, "_products", plain)
+    monkeypatch.setattr(amx, "_products_with_answers", answered)
+    amx.mend_amx()
+    assert os.environ.get("ONEDNN_MAX_CPU_ISA") == limit
+    monkeypatch.delenv("ONEDNN_MAX_CPU_ISA", raising=False)
+
+
+def test_a_limit_of_the_user_is_left_alone(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("ONEDNN_MAX_CPU_ISA", "AVX2")
+    monkeypatch.setattr(amx, "_products", _die)
+    monkeypatch.setattr(amx, "_products_with_answers", _die)
+    amx.mend_amx()
+    assert os.environ["ONEDNN_MAX_CPU_ISA"] == "AVX2"
+    assert not amx.has_amx()
+
+
+def test_signals_are_as_before_the_import() -> None:
+    """A crash after the import is reported and ends the process, as without us."""
+    program = (
+        "import faulthandler; faulthandler.enable(); import residual_ebm.models, ctypes;"
+        " ctypes.string_at(0)"
+    )
+    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True)
+    assert done.returncode == -signal.SIGSEGV
+    assert "Segmentation fault" in done.stderr
