@@ -12,12 +12,14 @@ from pathlib import Path
 import pytest
 import torch
 
-from residual_ebm.config import Recipe
+from residual_ebm.config import GIVEN, Recipe
+from residual_ebm.files.blocks import read_documents_ids
 from residual_ebm.files.corpus import split_documents
 from residual_ebm.files.run_directory import open_run
 from residual_ebm.models import training
 from residual_ebm.randomness import derive_seed
 from residual_ebm.recipe_file import load_recipe
+from residual_ebm.stages import negatives, prepare
 
 Rebm = Callable[..., tuple[int, str, str]]
 
@@ -74,6 +76,11 @@ def assert_nothing_half_written(folder: Path) -> None:
         ("device=gpu", "device", "gpu", "'auto', 'cpu' or 'cuda'"),
         ("block.length=24", "block.length", 24, "leaves no continuation"),
         ("corpus.split.test=0.5", "corpus.split", "1.3", "must add up to 1"),
+        ("corpus.split=givn", "corpus.split", "givn", "write given, or shares"),
+        ("corpus.split=[1]", "corpus.split", "{...}", "write given, or shares"),
+        ("corpus.split.tset=0.1", "corpus.split.tset", 0.1, "did you mean test?"),
+        ("corpus.split.test=much", "corpus.split.test", "much", "valid number"),
+        ("corpus.split={train: 1}", "corpus.split.validation", "(missing)", "required"),
         ("name=a/b", "name", "a/b", "names a folder"),
         ("energies.bit.source=encoder:big", "energies.bit.source", "big", "which has encoder"),
         ("energies.unit.source=encoder:encoder", "energies.0.source", "encoder", "lm:NAME"),
@@ -267,6 +274,7 @@ def _document(words: int) -> str:
 
 def _test_document(recipe: Recipe, num_documents: int) -> int:
     """The only document of the test split."""
+    assert recipe.corpus.split != GIVEN
     splits = split_documents(
         num_documents,
         {name: share for name, share in recipe.corpus.split.model_dump().items() if share > 0},
@@ -331,6 +339,30 @@ def test_a_corpus_too_small_for_one_test_block_is_refused(
     assert "corpus.split.test" in answer[2]
     assert set(contents(out)) <= {"recipe.yaml"}
     assert_nothing_half_written(out)
+
+
+def test_a_corpus_with_its_own_split_is_prepared_as_given(
+    rebm: Rebm, tmp_path: Path, set_options: list[str]
+) -> None:
+    corpus, out = tmp_path / "texts", tmp_path / "run"
+    corpus.mkdir()
+    for number, split in enumerate(("train", "energy", "validation", "test"), start=1):
+        (corpus / f"{split}.jsonl").write_text(_document(100) * number)
+    given = [f"corpus.path={corpus}", "corpus.split=given"]
+    recipe = load_recipe("tiny", [*set_options[1::2], *given])
+    with open_run(out, recipe) as run_dir:
+        prepare.run(recipe, run_dir)
+        sizes = {
+            split: len(read_documents_ids(run_dir.blocks / f"documents-{split}.arrow"))
+            for split in ("train", "energy", "validation", "test")
+        }
+        assert sizes == {"train": 1, "energy": 2, "validation": 3, "test": 4}
+        assert negatives.source_split(run_dir, "train") == "energy"
+        assert negatives.source_split(run_dir, "validation") == "validation"
+    (corpus / "test.jsonl").write_text(_document(3))
+    fault = fault_of(*_run(rebm, tmp_path / "small", set_options, *given))
+    assert "too small for one test block" in fault
+    assert "corpus.split.test" not in fault
 
 
 def test_fewer_documents_than_splits_are_refused(

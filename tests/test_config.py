@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 import yaml
 
-from residual_ebm.config import Recipe
+from residual_ebm.config import Recipe, SplitConfig
 from residual_ebm.errors import UserError
 from residual_ebm.recipe_file import (
     apply_override,
@@ -86,7 +86,22 @@ def test_overrides_apply_in_order_and_take_any_yaml_value() -> None:
     assert recipe.corpus.max_documents is None
     assert recipe.evaluation.fit_energy_scale is False
     assert recipe.description == "a = b"
-    assert recipe.corpus.split.energy == 0.0
+    assert recipe.corpus.split == SplitConfig(train=0.5, validation=0.25, test=0.25)
+
+
+def test_a_split_is_given_or_shares_and_an_override_goes_both_ways(tmp_path: Path) -> None:
+    given = load_recipe("tiny", ["corpus.split=given"])
+    assert given.corpus.split == "given"
+    file = tmp_path / "given.yaml"
+    file.write_text(given.to_yaml(), encoding="utf-8")
+    assert load_recipe(str(file)) == given
+    shares = "corpus.split={train: 0.8, validation: 0.1, test: 0.1}"
+    assert load_recipe(str(file), [shares]) == load_recipe("tiny", [shares])
+    assert first_difference(given, load_recipe("tiny", [shares])) == (
+        "corpus.split was 'given', now ..."
+    )
+    one = load_recipe("tiny", [shares, "corpus.split.test=0.05", "corpus.split.energy=0.05"])
+    assert one.corpus.split == SplitConfig(train=0.8, energy=0.05, validation=0.1, test=0.05)
 
 
 def test_an_override_can_fill_a_section_that_was_left_out(tiny: Recipe) -> None:

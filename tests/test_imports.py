@@ -19,6 +19,7 @@ LAYERS = (
     {"errors", "config", "recipe_file", "randomness", "progress"},
     {"estimation"},
     {"files"},
+    {"assets"},
     {"models"},
     {"stages"},
     {"report"},

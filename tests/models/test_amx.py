@@ -29,6 +29,17 @@ def test_products_equal_float32_to_rounding(rows: int, inner: int, columns: int)
     )
 
 
+@pytest.mark.parametrize("num_queries", [1, 3, 16, 33, 64])
+@pytest.mark.parametrize("num_keys", [1, 20, 40, 120])
+def test_fused_attention_equals_float32_to_rounding(num_queries: int, num_keys: int) -> None:
+    generator = torch.Generator().manual_seed(num_queries)
+    query = torch.randn(16, 3, num_queries, 64, generator=generator).bfloat16()
+    key = torch.randn(16, 3, num_keys, 64, generator=generator).bfloat16()
+    attend = torch.nn.functional.scaled_dot_product_attention
+    exact = attend(query.float(), key.float(), key.float())
+    torch.testing.assert_close(attend(query, key, key).float(), exact, rtol=0.02, atol=0.03)
+
+
 def _die() -> None:
     os.kill(os.getpid(), signal.SIGILL)
 

@@ -5,12 +5,13 @@ A corpus comes from a file, a folder, a grammar (`grammar:small`) or the Hugging
     hf:NAME    hf:OWNER/NAME    hf:OWNER/NAME/CONFIG    each with :SPLIT behind it, else train
 
 One slash is always OWNER/NAME; a configuration of a dataset needs its owner in front. Documents,
-not windows, are split (design, trap 5), so each has a name that is stable and its own.
+not windows, are split (design, trap 5), so each has a name that is stable and its own. A folder or
+a dataset of the hub may come with its own split.
 """
 
 import math
 import os
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import NamedTuple
 
@@ -20,6 +21,10 @@ from residual_ebm.files.text_files import NotTextError, missing_column, read_tex
 from residual_ebm.randomness import generator
 
 _MAX_NOTES_SHOWN = 3
+_SPLIT_NAMED = {name: name for name in ("train", "energy", "validation", "test")} | dict.fromkeys(
+    ("valid", "val", "dev"), "validation"
+)
+_NEEDED_SPLITS = ("train", "validation", "test")
 
 
 class Document(NamedTuple):
@@ -52,6 +57,55 @@ def read_documents(
     else:
         named_texts = _from_disk(path, text_column, notes)
 
+    documents = _first_documents(named_texts, max_documents, notes)
+    if not documents:
+        shown = notes[:_MAX_NOTES_SHOWN] + ["..."] * (len(notes) > _MAX_NOTES_SHOWN)
+        remedy = "holds no text; name a file or folder with text in it"
+        raise UserError("corpus.path", path, f"{remedy} ({'; '.join(shown)})" if notes else remedy)
+    return Corpus(documents, notes)
+
+
+def read_given_splits(
+    path: str, *, text_column: str = "text", max_documents: int | None = None
+) -> dict[str, Corpus]:
+    """The splits a folder or a dataset of the hub comes with, `max_documents` of each at most.
+
+    In a folder the first part of a file's path names its split: train/a.txt, test.jsonl.
+    """
+    notes: dict[str, list[str]] = {name: [] for name in ("train", "energy", "validation", "test")}
+    if path.startswith("hf:"):
+        if ":" in path.removeprefix("hf:"):
+            remedy = "names one split, but corpus.split is given; leave out the colon and the rest"
+            raise UserError("corpus.path", path, remedy)
+        named_texts = {
+            split: _from_hub(f"{path}:{split}", text_column, max_documents)
+            for split in _NEEDED_SPLITS
+        }
+    elif os.path.isdir(root := os.path.expanduser(path)):
+        named_texts = {
+            split: _from_files(Path(root), files, text_column, notes[split])
+            for split, files in _files_of_splits(Path(root)).items()
+        }
+    else:
+        if not path.startswith("grammar:") and not os.path.isfile(root):
+            raise _no_such_path(path)
+        remedy = f"{path} has no split of its own, only a folder or the hub has; give shares"
+        raise UserError("corpus.split", "given", remedy)
+
+    splits = {}
+    for split, split_notes in notes.items():
+        documents = _first_documents(named_texts.get(split, ()), max_documents, split_notes)
+        if documents:
+            splits[split] = Corpus(documents, split_notes)
+        elif split in _NEEDED_SPLITS:
+            remedy = f"holds no text for {split}, but corpus.split is given; add {split}/ with "
+            raise UserError("corpus.path", path, f"{remedy}text in it, or give shares")
+    return splits
+
+
+def _first_documents(
+    named_texts: Iterable[tuple[str, str]], max_documents: int | None, notes: list[str]
+) -> list[Document]:
     documents: list[Document] = []
     num_empty = 0
     for name, text in named_texts:
@@ -64,11 +118,7 @@ def read_documents(
             break
     if num_empty:
         notes.append(f"{num_empty} empty document{'s' if num_empty > 1 else ''} skipped")
-    if not documents:
-        shown = notes[:_MAX_NOTES_SHOWN] + ["..."] * (len(notes) > _MAX_NOTES_SHOWN)
-        remedy = "holds no text; name a file or folder with text in it"
-        raise UserError("corpus.path", path, f"{remedy} ({'; '.join(shown)})" if notes else remedy)
-    return Corpus(documents, notes)
+    return documents
 
 
 def split_documents(
@@ -152,12 +202,7 @@ def _from_disk(path: str, text_column: str, notes: list[str]) -> Iterator[tuple[
     expanded = os.path.expanduser(path)
     if os.path.isdir(expanded):
         root = Path(expanded)
-        for file in _files_below(root):
-            name = _printable(file.relative_to(root).as_posix())
-            try:
-                yield from _from_file(file, name, text_column, notes)
-            except NotTextError as error:
-                notes.append(f"{name}: skipped, it {error}")
+        yield from _from_files(root, _files_below(root), text_column, notes)
     elif os.path.isfile(expanded):
         file = Path(expanded)
         try:
@@ -165,10 +210,23 @@ def _from_disk(path: str, text_column: str, notes: list[str]) -> Iterator[tuple[
         except NotTextError as error:
             raise UserError("corpus.path", path, str(error)) from error
     else:
-        remedy = (
-            "no such file or folder; name a text file, a folder, hf:OWNER/NAME or grammar:small"
-        )
-        raise UserError("corpus.path", path, remedy)
+        raise _no_such_path(path)
+
+
+def _no_such_path(path: str) -> UserError:
+    remedy = "no such file or folder; name a text file, a folder, hf:OWNER/NAME or grammar:small"
+    return UserError("corpus.path", path, remedy)
+
+
+def _from_files(
+    root: Path, files: Iterable[Path], text_column: str, notes: list[str]
+) -> Iterator[tuple[str, str]]:
+    for file in files:
+        name = _printable(file.relative_to(root).as_posix())
+        try:
+            yield from _from_file(file, name, text_column, notes)
+        except NotTextError as error:
+            notes.append(f"{name}: skipped, it {error}")
 
 
 def _from_file(
@@ -194,6 +252,19 @@ def _files_below(root: Path) -> list[Path]:
         files += [Path(folder, name) for name in names if not name.startswith(".")]
     # A pipe or a socket would block a read for ever; isfile leaves those out.
     return sorted(file for file in files if file.is_file())
+
+
+def _files_of_splits(root: Path) -> dict[str, list[Path]]:
+    splits: dict[str, list[Path]] = {}
+    for file in _files_below(root):
+        first_part = file.relative_to(root).parts[0].lower()
+        # The stem of a file in the folder itself; a sub-folder may have a dot in its name.
+        named = first_part.partition(".")[0] if file.parent == root else first_part
+        if named not in _SPLIT_NAMED:
+            remedy = "is in no split, but corpus.split is given; move it below train, validation, "
+            raise UserError("corpus.path", _printable(str(file)), f"{remedy}test or energy")
+        splits.setdefault(_SPLIT_NAMED[named], []).append(file)
+    return splits
 
 
 def _printable(name: str) -> str:

@@ -1,26 +1,29 @@
 """Many samples of one prefix (section 3.3; Algorithm 1, first line).
 
-The prefix goes through the network once and is shared by all its samples; what follows is written
-into buffers of fixed size. Tokens are drawn by inverse CDF from given uniforms, so a sample is a
-function of its key, and its log-probability is exactly that of the distribution it came from.
+The prefix goes through the network once and is shared by all its samples (`shared_prefix`). Tokens
+are drawn by inverse CDF from given uniforms, so a sample is a function of its key, and its
+log-probability is exactly that of the distribution it came from.
 
 Shapes: G prefixes, P tokens of a prefix, N = G x samples per prefix rows, C new tokens,
-V vocabulary, K chunks of the vocabulary, H attention heads, D head size.
+V vocabulary, K chunks of the vocabulary.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from contextlib import nullcontext
 from dataclasses import dataclass
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, cast
 
 import torch
 from torch import Tensor
 from transformers import Cache, DynamicCache, PreTrainedModel
-from transformers.cache_utils import DynamicLayer
 
 from residual_ebm.errors import UserError
+from residual_ebm.models.shared_prefix import OwnTokens, can_share_prefix, shared_prefix
 
 # Two levels of search: sums of this many neighbouring tokens, then the tokens of one chunk.
 _CHUNK = 256
+# Float32 copies of logits are made for this many numbers at a time: they stay in the cache.
+_LOGITS_AT_ONCE = 2**21
 
 
 @dataclass(frozen=True)
@@ -59,16 +62,17 @@ class Decoded(NamedTuple):
 
 
 def inverse_cdf(prob_NV: Tensor, uniform_N: Tensor) -> Tensor:
-    """The first token whose cumulative probability exceeds u; float64 sums, zero mass never drawn.
+    """The first token whose cumulative probability exceeds u; zero mass is never drawn.
 
-    u = 0 gives the first token with mass, u = 1 the last: rounding cannot run off either end.
+    Chunks are summed in float32 and accumulated in float64. u = 0 gives the first token with
+    mass, u = 1 the last: rounding cannot run off either end.
     """
     num_rows, vocabulary = prob_NV.shape
     padding = -vocabulary % _CHUNK
     if padding:
         prob_NV = torch.nn.functional.pad(prob_NV, (0, padding))
     prob_NKc = prob_NV.view(num_rows, -1, _CHUNK)
-    chunk_cdf_NK = prob_NKc.sum(-1, dtype=torch.float64).cumsum(-1)
+    chunk_cdf_NK = prob_NKc.sum(-1).cumsum(-1, dtype=torch.float64)
     total_N = chunk_cdf_NK[:, -1]
     target_N = uniform_N.to(torch.float64) * total_N
     chunk_N = _first_above(chunk_cdf_NK, target_N)
@@ -108,47 +112,38 @@ def draw_token(
     logits_NV: Tensor, uniform_N: Tensor, truncation: Truncation
 ) -> tuple[Tensor, Tensor, Tensor]:
     """A token for each row, its log-prob under P_LM, and under the truncated distribution."""
+    draw = _draw_truncated if truncation.describe() else _draw_untruncated
+    rows_at_once = max(1, _LOGITS_AT_ONCE // logits_NV.shape[-1])
+    parts = [
+        draw(logits, uniform, truncation)
+        for logits, uniform in zip(
+            logits_NV.split(rows_at_once), uniform_N.split(rows_at_once), strict=True
+        )
+    ]
+    token_N, log_prob_N, proposal_N = (torch.cat(column) for column in zip(*parts, strict=True))
+    return token_N, log_prob_N, proposal_N
+
+
+def _draw_untruncated(
+    logits_NV: Tensor, uniform_N: Tensor, _truncation: Truncation
+) -> tuple[Tensor, Tensor, Tensor]:
+    """One exponential a token; the masses need not add up to one to be drawn from."""
+    largest_N1 = logits_NV.amax(-1, keepdim=True).float()
+    mass_NV = (logits_NV.float() - largest_N1).exp_()
+    token_N = inverse_cdf(mass_NV, uniform_N)
+    logit_N1 = logits_NV.gather(1, token_N[:, None]).float()
+    log_prob_N = (logit_N1 - largest_N1)[:, 0] - mass_NV.sum(-1).log()
+    return token_N, log_prob_N, log_prob_N
+
+
+def _draw_truncated(
+    logits_NV: Tensor, uniform_N: Tensor, truncation: Truncation
+) -> tuple[Tensor, Tensor, Tensor]:
     log_prob_NV = logits_NV.float().log_softmax(-1)
-    proposal_NV = log_prob_NV
-    if truncation.describe():
-        proposal_NV = truncate(log_prob_NV, truncation)
+    proposal_NV = truncate(log_prob_NV, truncation)
     token_N = inverse_cdf(proposal_NV.exp(), uniform_N)
     pick = token_N[:, None]
     return token_N, log_prob_NV.gather(1, pick)[:, 0], proposal_NV.gather(1, pick)[:, 0]
-
-
-class _BufferLayer(DynamicLayer):
-    """Keys and values of one layer: the shared prefix once for each row, then room for C tokens."""
-
-    def __init__(self, prefix: DynamicLayer, samples_per_prefix: int, num_tokens: int) -> None:
-        super().__init__()
-        self.dtype, self.device = prefix.keys.dtype, prefix.keys.device
-        self._filled = prefix.keys.shape[-2]
-        self._buffers = [
-            self._spread(prefix_GHPD, samples_per_prefix, num_tokens)
-            for prefix_GHPD in (prefix.keys, prefix.values)
-        ]
-        self.is_initialized = True
-        self._show()
-
-    def _spread(self, prefix_GHPD: Tensor, samples_per_prefix: int, num_tokens: int) -> Tensor:
-        groups, heads, length, size = prefix_GHPD.shape
-        buffer = prefix_GHPD.new_empty(groups, samples_per_prefix, heads, length + num_tokens, size)
-        buffer[..., :length, :] = prefix_GHPD[:, None]
-        return buffer.view(groups * samples_per_prefix, heads, length + num_tokens, size)
-
-    def _show(self) -> None:
-        self.keys, self.values = (buffer[:, :, : self._filled] for buffer in self._buffers)
-
-    def update(
-        self, key_states: Tensor, value_states: Tensor, *_args: Any, **_kwargs: Any
-    ) -> tuple[Tensor, Tensor]:
-        end = self._filled + key_states.shape[-2]
-        for buffer, states in zip(self._buffers, (key_states, value_states), strict=True):
-            buffer[:, :, self._filled : end] = states
-        self._filled = end
-        self._show()
-        return self.keys, self.values
 
 
 @torch.inference_mode()
@@ -162,27 +157,20 @@ def decode(
     truncation: Truncation = UNTRUNCATED,
     end_of_text: int | None = None,
     padding: int = 0,
+    watch: Callable[[int, Tensor], None] | None = None,
 ) -> Decoded:
-    """Draw continuations; `uniform_at(step)` gives the N uniforms of a step.
+    """Draw continuations; `uniform_at(step)` gives the N uniforms of a step, `watch(step, logits)`
+    is shown what each token is drawn from.
 
     With `end_of_text`, a row that draws it is finished: the rest of the row is padding.
     """
-    num_prefixes, prefix_length = prefix_ids_GP.shape
-    num_rows = num_prefixes * samples_per_prefix
-    device = prefix_ids_GP.device
     prefix_cache = DynamicCache()
     logits_GV = model(
         prefix_ids_GP, past_key_values=prefix_cache, use_cache=True, logits_to_keep=1
     ).logits[:, -1]
+    next_logits = _steps(model, prefix_ids_GP.shape, prefix_cache, samples_per_prefix, num_tokens)
     logits_NV = logits_GV.repeat_interleave(samples_per_prefix, dim=0)
-    # The last token is drawn but never read again, so it needs no room.
-    cache = Cache(
-        layers=[
-            _BufferLayer(layer, samples_per_prefix, num_tokens - 1) for layer in prefix_cache.layers
-        ]
-    )
-    del prefix_cache
-
+    num_rows, device = len(logits_NV), prefix_ids_GP.device
     ids_NC = torch.full((num_rows, num_tokens), padding, dtype=torch.int64, device=device)
     log_prob_NC = torch.zeros(num_rows, num_tokens, device=device)
     proposal_NC = torch.zeros_like(log_prob_NC)
@@ -190,14 +178,9 @@ def decode(
     running_N = torch.ones(num_rows, dtype=torch.bool, device=device)
     for step in range(num_tokens):
         if step > 0:
-            position = torch.full((1, 1), prefix_length + step - 1, device=device)
-            logits_NV = model(
-                ids_NC[:, step - 1 : step],
-                past_key_values=cache,
-                position_ids=position,
-                use_cache=True,
-                logits_to_keep=1,
-            ).logits[:, -1]
+            logits_NV = next_logits(ids_NC[:, step - 1 : step], step - 1)
+        if watch is not None:
+            watch(step, logits_NV)
         token_N, log_prob_N, proposal_N = draw_token(
             logits_NV, uniform_at(step).to(device), truncation
         )
@@ -211,3 +194,34 @@ def decode(
             if not running_N.any():
                 break
     return Decoded(ids_NC, length_N, log_prob_NC, proposal_NC)
+
+
+def _steps(
+    model: PreTrainedModel,
+    prefix_shape: Sequence[int],
+    prefix_cache: DynamicCache,
+    samples_per_prefix: int,
+    num_tokens: int,
+) -> Callable[[Tensor, int], Tensor]:
+    """A function from each row's last token and its number after the prefix to the next logits."""
+    num_prefixes, prefix_length = prefix_shape
+    shares = can_share_prefix(model)
+    cache: Cache = prefix_cache
+    if shares:
+        # The last token is drawn but never read again, so it needs no room.
+        cache = OwnTokens(prefix_cache, num_prefixes * samples_per_prefix, num_tokens - 1)
+    else:
+        prefix_cache.batch_repeat_interleave(samples_per_prefix)
+
+    def next_logits(ids_N1: Tensor, number: int) -> Tensor:
+        with shared_prefix(model, prefix_cache) if shares else nullcontext():
+            logits_N1V = model(
+                ids_N1,
+                past_key_values=cache,
+                position_ids=torch.full((1, 1), prefix_length + number, device=ids_N1.device),
+                use_cache=True,
+                logits_to_keep=1,
+            ).logits
+        return cast(Tensor, logits_N1V[:, -1])
+
+    return next_logits

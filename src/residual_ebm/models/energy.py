@@ -21,7 +21,7 @@ from residual_ebm.files.storage import check_manifest, new_folder, read_json, wr
 from residual_ebm.models.device import DTYPES
 from residual_ebm.models.energy_inputs import TextBridge
 from residual_ebm.models.energy_networks import HeadEnergy, TransformerEnergy
-from residual_ebm.models.language_model import LanguageModel, continuation_mask
+from residual_ebm.models.language_model import LanguageModel, TokenFeatures, continuation_mask
 from residual_ebm.models.loading import context_length, load_pretrained, load_tokenizer
 from residual_ebm.progress import QUIET, Progress
 
@@ -145,11 +145,15 @@ class EnergyModel:
             features = self.language_model.features(ids_BT, prefix_length)
             mask_BC = continuation_mask(ids_BT, prefix_length, length_B).to(device)
             # Inference tensors may not be saved for backward: the LM is frozen, a copy is enough.
-            features = type(features)(*(feature.clone() for feature in features))
-            return cast(Tensor, self.network(features, mask_BC))
+            return self.of_features(TokenFeatures(*(part.clone() for part in features)), mask_BC)
         assert self._bridge is not None
         inputs = self._bridge(ids_BT, length_B)
         return cast(Tensor, self.network(type(inputs)(*(part.to(device) for part in inputs))))
+
+    def of_features(self, features: TokenFeatures, mask_BC: Tensor) -> Tensor:
+        """HeaT's energies of what P_LM computed."""
+        assert isinstance(self.network, HeadEnergy)
+        return cast(Tensor, self.network(features, mask_BC))
 
     def _check_continuation(self, num_tokens: int, prefix_length: int) -> None:
         """HeaT reads what follows the prefix: at least a token, at most its horizon."""

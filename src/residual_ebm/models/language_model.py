@@ -6,6 +6,8 @@ Shapes: B blocks, T tokens of a block, P tokens of a prefix, C = T - P tokens of
 N samples, G prefixes, V vocabulary, H hidden size.
 """
 
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -15,17 +17,19 @@ import torch
 from torch import Tensor
 from transformers import AutoModelForCausalLM, PreTrainedModel, PreTrainedTokenizerFast
 
+from residual_ebm.assets.resolve import local_source
 from residual_ebm.config import Precision
 from residual_ebm.errors import UserError
 from residual_ebm.files.storage import fingerprint
 from residual_ebm.models.decoding import Decoded, Truncation, decode
 from residual_ebm.models.device import DTYPES, resolve_device
 from residual_ebm.models.loading import context_length, load_pretrained, load_tokenizer
+from residual_ebm.models.shared_prefix import can_share_prefix, forward_after_prefix
 from residual_ebm.progress import QUIET, Progress
 from residual_ebm.randomness import uniform
 
-# Float32 copies of logits are made for this many numbers at a time: 64 MB.
-_LOGITS_AT_ONCE = 2**24
+# Float32 copies of logits are made for this many numbers at a time: they stay in the cache.
+_LOGITS_AT_ONCE = 2**21
 
 
 @dataclass(frozen=True)
@@ -64,8 +68,8 @@ class LanguageModel:
     def from_pretrained(
         cls, source: str | Path, *, precision: Precision = "bfloat16", device: str = "auto"
     ) -> "LanguageModel":
-        """Load from a folder or by hub name."""
-        name = str(source)
+        """Load from a folder, by hub name or by asset:NAME."""
+        name = local_source(str(source), "language_model", kind="model")
         model = load_pretrained(
             AutoModelForCausalLM, name, "language_model", dtype=DTYPES[precision]
         )
@@ -121,23 +125,21 @@ class LanguageModel:
         return TokenFeatures(hidden_BCH, embedding_BCH, log_prob_BC, entropy_BC)
 
     def _forward(self, ids_BT: Tensor, prefix_length: int) -> tuple[Tensor, Tensor]:
-        """The states that enter the vocabulary layer, and its logits, for the continuation."""
+        """The states that enter the vocabulary layer, and its logits, for the continuation.
+
+        Rows that follow each other with the same prefix share it: it is computed once.
+        """
         captured: list[Tensor] = []
-        handle = self.model.get_output_embeddings().register_forward_pre_hook(
-            lambda _module, inputs: captured.append(inputs[0])
-        )
-        try:
-            # The last token predicts nothing we score, so it is not read. Autocast off: HeaT
-            # trains inside it, and P_LM must be the same there as everywhere else.
-            with torch.autocast(self.device.type, enabled=False):
-                logits_BCV = self.model(
-                    ids_BT[:, :-1].to(self.device),
-                    use_cache=False,
-                    logits_to_keep=ids_BT.shape[1] - prefix_length,
-                ).logits
-        finally:
-            handle.remove()
-        return captured[0], logits_BCV
+        # The last token predicts nothing we score, so it is not read.
+        ids_BL = ids_BT[:, :-1].to(self.device)
+        # Autocast off: HeaT trains inside it, and P_LM must be the same there as everywhere else.
+        with self._states_captured(captured), torch.autocast(self.device.type, enabled=False):
+            if can_share_prefix(self.model):
+                logits = forward_after_prefix(self.model, ids_BL, prefix_length)
+            else:
+                keep = ids_BT.shape[1] - prefix_length
+                logits = [self.model(ids_BL, use_cache=False, logits_to_keep=keep).logits]
+        return _one_row_each(captured, len(ids_BL)), _one_row_each(logits, len(ids_BL))
 
     def sample(
         self,
@@ -199,6 +201,7 @@ class LanguageModel:
         seed: int,
         truncation: Truncation,
         stop_at_end: bool,
+        watch: Callable[[int, Tensor], None] | None = None,
     ) -> Decoded:
         """The same samples of several equally long prefixes, decoded together."""
 
@@ -217,7 +220,42 @@ class LanguageModel:
             truncation=truncation,
             end_of_text=self.end_of_text if stop_at_end else None,
             padding=self.end_of_text,
+            watch=watch,
         )
+
+    @torch.inference_mode()
+    def sample_chunk_with_features(self, **arguments: Any) -> tuple[Decoded, TokenFeatures]:
+        """`sample_chunk`, and what the network computed for each token while it was drawn."""
+        hidden: list[Tensor] = []
+        entropy: list[Tensor] = []
+
+        def watch(_step: int, logits_NV: Tensor) -> None:
+            nothing_N = torch.zeros(len(logits_NV), dtype=torch.int64, device=logits_NV.device)
+            entropy.append(_token_statistics(logits_NV, nothing_N)[1])
+
+        with self._states_captured(hidden):
+            decoded = self.sample_chunk(**arguments, watch=watch)
+        num_rows, num_tokens = decoded.ids_NC.shape
+        hidden_NLH = _one_row_each([hidden[0][:, -1:], *hidden[1:]], num_rows)
+        # Once every row has ended, the rest of the continuation is padding, which nobody reads.
+        missing = num_tokens - hidden_NLH.shape[1]
+        return decoded, TokenFeatures(
+            torch.nn.functional.pad(hidden_NLH, (0, 0, 0, missing)),
+            self.model.get_input_embeddings()(decoded.ids_NC),
+            decoded.log_prob_NC,
+            torch.nn.functional.pad(torch.stack(entropy, 1), (0, missing)),
+        )
+
+    @contextmanager
+    def _states_captured(self, states: list[Tensor]) -> Iterator[None]:
+        """Collect what enters the vocabulary layer, pass by pass."""
+        handle = self.model.get_output_embeddings().register_forward_pre_hook(
+            lambda _module, inputs: states.append(inputs[0])
+        )
+        try:
+            yield
+        finally:
+            handle.remove()
 
 
 def end_of_text_id(tokenizer: PreTrainedTokenizerFast) -> int:
@@ -236,16 +274,28 @@ def continuation_mask(ids_BT: Tensor, prefix_length: int, length_B: Tensor | Non
     return position_C[None, :] < length_B.cpu()[:, None]
 
 
+def _one_row_each(parts: list[Tensor], num_rows: int) -> Tensor:
+    """Pieces along the sequence, the first of them once a prefix, as rows of their own."""
+    rows = [part.repeat_interleave(num_rows // len(part), dim=0) for part in parts]
+    return torch.cat(rows, dim=1)
+
+
 def _token_statistics(logits_BCV: Tensor, target_BC: Tensor) -> tuple[Tensor, Tensor]:
     """Log-prob of each target, entropy of each distribution: float32, some rows at a time."""
     logits_RV = logits_BCV.reshape(-1, logits_BCV.shape[-1])
     target_R = target_BC.reshape(-1)
     log_probs, entropies = [], []
     rows_at_once = max(1, _LOGITS_AT_ONCE // logits_RV.shape[-1])
-    for start in range(0, len(logits_RV), rows_at_once):
-        rows = slice(start, start + rows_at_once)
-        log_prob_RV = logits_RV[rows].float().log_softmax(-1)
-        log_probs.append(log_prob_RV.gather(1, target_R[rows, None])[:, 0])
-        entropies.append(-(log_prob_RV.exp() * log_prob_RV).sum(-1))
+    for logits, target in zip(
+        logits_RV.split(rows_at_once), target_R.split(rows_at_once), strict=True
+    ):
+        score_RV = logits.float()
+        score_RV -= score_RV.amax(-1, keepdim=True)
+        mass_RV = score_RV.exp()
+        total_R = mass_RV.sum(-1)
+        log_probs.append(score_RV.gather(1, target[:, None])[:, 0] - total_R.log())
+        # exp(-inf) x -inf is no number; a token that cannot come adds nothing.
+        expected_R = mass_RV.mul_(score_RV).nan_to_num_(nan=0.0).sum(-1)
+        entropies.append(total_R.log() - expected_R / total_R)
     shape = target_BC.shape
     return torch.cat(log_probs).view(shape), torch.cat(entropies).view(shape)

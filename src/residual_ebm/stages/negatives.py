@@ -18,9 +18,10 @@ SENTENCE = "Drawing negatives from {name}: what the energy learns to tell from r
 SPLITS = ("train", "validation")
 
 
-def source_split(recipe: Recipe, split: str) -> str:
+def source_split(run_dir: RunDirectory, split: str) -> str:
     """The split of documents that training or validation prefixes of energies come from."""
-    return "energy" if split == "train" and recipe.corpus.split.energy > 0 else split
+    has_energy = (run_dir.blocks / "energy.arrow").exists()
+    return "energy" if split == "train" and has_energy else split
 
 
 def run(recipe: Recipe, run_dir: RunDirectory, progress: Progress = QUIET) -> None:
@@ -41,7 +42,7 @@ def _prefixes(
 ) -> tuple[Blocks, np.ndarray]:
     config = recipe.negatives
     count = {"train": config.num_prefixes, "validation": config.num_validation_prefixes}[split]
-    blocks = read_blocks(run_dir.blocks / f"{source_split(recipe, split)}.arrow")
+    blocks = read_blocks(run_dir.blocks / f"{source_split(run_dir, split)}.arrow")
     if len(blocks) < count:
         progress.note(f"{split}: {count} prefixes wanted, {len(blocks)} there are")
     return blocks, choose_blocks(len(blocks), count, recipe.seed, f"negatives-{split}")

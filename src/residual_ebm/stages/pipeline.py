@@ -16,6 +16,7 @@ from residual_ebm.stages import (
     train_energy,
     train_lm,
 )
+from residual_ebm.stages.fetch_assets import fetch_assets
 from residual_ebm.stages.training_run import resume_folder
 
 Stage = Callable[[Recipe, RunDirectory, Progress], None]
@@ -33,6 +34,7 @@ STAGES: dict[str, Stage] = {
 
 def run_all(recipe: Recipe, run_dir: RunDirectory, progress: Progress = QUIET) -> dict[str, Any]:
     """Run what is missing and return the results."""
+    fetch_assets(recipe, run_dir, progress)
     for name, stage in STAGES.items():
         with run_dir.timed(name):
             stage(recipe, run_dir, progress)

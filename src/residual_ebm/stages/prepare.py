@@ -6,10 +6,11 @@ Documents, not windows, are split; the tokenizer sees the training split only.
 import numpy as np
 from transformers import PreTrainedTokenizerFast
 
-from residual_ebm.config import SCRATCH, Recipe
+from residual_ebm.assets.resolve import local_source
+from residual_ebm.config import GIVEN, SCRATCH, Recipe
 from residual_ebm.errors import UserError
 from residual_ebm.files.blocks import Blocks, cut_blocks, write_blocks, write_documents
-from residual_ebm.files.corpus import read_documents, split_documents
+from residual_ebm.files.corpus import read_documents, read_given_splits, split_documents
 from residual_ebm.files.grammar import build_grammar
 from residual_ebm.files.run_directory import RunDirectory
 from residual_ebm.files.storage import is_complete, new_folder
@@ -27,26 +28,14 @@ def run(recipe: Recipe, run_dir: RunDirectory, progress: Progress = QUIET) -> No
     if is_complete(run_dir.blocks):
         return
     progress.stage(SENTENCE)
-    config = recipe.corpus
-    corpus = read_documents(
-        config.path,
-        text_column=config.text_column,
-        max_documents=config.max_documents,
-        seed=derive_seed(recipe.seed, "corpus"),
-        num_generated=config.num_generated,
-    )
-    for note in corpus.notes:
+    texts, notes = _read_splits(recipe)
+    for note in notes:
         progress.note(note)
-    fractions = {name: share for name, share in config.split.model_dump().items() if share > 0}
-    splits = split_documents(len(corpus.documents), fractions, derive_seed(recipe.seed, "split"))
-    texts = {
-        split: [corpus.documents[number].text for number in numbers]
-        for split, numbers in splits.items()
-    }
     tokenizer = _tokenizer(recipe, texts["train"])
     end_of_text = end_of_text_id(tokenizer)
+    num_documents = sum(len(split_texts) for split_texts in texts.values())
 
-    with new_folder(run_dir.blocks, {"documents": len(corpus.documents)}) as folder:
+    with new_folder(run_dir.blocks, {"documents": num_documents}) as folder:
         tokenizer.save_pretrained(folder / "tokenizer")
         for split, split_texts in texts.items():
             documents = tokenizer(split_texts, add_special_tokens=False)["input_ids"]
@@ -60,6 +49,32 @@ def run(recipe: Recipe, run_dir: RunDirectory, progress: Progress = QUIET) -> No
             write_blocks(folder / f"{split}.arrow", blocks)
             write_documents(folder / f"documents-{split}.arrow", documents)
             progress.note(f"{split}: {len(documents)} documents, {len(blocks)} blocks")
+
+
+def _read_splits(recipe: Recipe) -> tuple[dict[str, list[str]], list[str]]:
+    """The texts of each split, and what a person should know of them."""
+    config = recipe.corpus
+    path = local_source(config.path, "corpus.path", kind="corpus")
+    if config.split == GIVEN:
+        given = read_given_splits(
+            path, text_column=config.text_column, max_documents=config.max_documents
+        )
+        notes = [f"{split}: {note}" for split, corpus in given.items() for note in corpus.notes]
+        return {split: [text for _, text in given[split].documents] for split in given}, notes
+    corpus = read_documents(
+        path,
+        text_column=config.text_column,
+        max_documents=config.max_documents,
+        seed=derive_seed(recipe.seed, "corpus"),
+        num_generated=config.num_generated,
+    )
+    fractions = {name: share for name, share in config.split.model_dump().items() if share > 0}
+    splits = split_documents(len(corpus.documents), fractions, derive_seed(recipe.seed, "split"))
+    texts = {
+        split: [corpus.documents[number].text for number in numbers]
+        for split, numbers in splits.items()
+    }
+    return texts, corpus.notes
 
 
 def _symbols_are_tokens(recipe: Recipe) -> bool:
@@ -89,7 +104,7 @@ def _refuse_small_corpus(recipe: Recipe, split: str, documents: list[list[int]])
         recipe.corpus.path,
         f"too small for one {split} block: the split has {total} tokens in {len(documents)}"
         f" documents, the longest of {longest}, and {need}; give more text, shorten block.length"
-        f" or raise corpus.split.{split}",
+        + ("" if recipe.corpus.split == GIVEN else f" or raise corpus.split.{split}"),
     )
 
 

@@ -4,12 +4,16 @@ Every energy rescores the same ones, so the rows of the table are paired.
 """
 
 import functools
+from pathlib import Path
 
 import numpy as np
 
 from residual_ebm.config import Recipe
 from residual_ebm.files.blocks import Blocks, choose_blocks, read_blocks
 from residual_ebm.files.run_directory import RunDirectory
+from residual_ebm.files.storage import is_complete
+from residual_ebm.models.energy import EnergyModel
+from residual_ebm.models.language_model import LanguageModel
 from residual_ebm.progress import QUIET, Progress
 from residual_ebm.stages.sampling import Drawing, draw_missing
 
@@ -40,5 +44,22 @@ def run(recipe: Recipe, run_dir: RunDirectory, progress: Progress = QUIET) -> No
         num_samples=recipe.proposals.num_samples,
         sampling=recipe.proposals,
         folder=run_dir.proposals,
+        heads=functools.partial(_heads, recipe, run_dir),
     )
     draw_missing(recipe, run_dir, drawing, progress)
+
+
+def _heads(
+    recipe: Recipe, run_dir: RunDirectory, language_model: LanguageModel, name: str, split: str
+) -> dict[Path, EnergyModel]:
+    """HeaT energies that are trained by now: scoring while drawing saves a second pass of P_LM."""
+    return {
+        run_dir.log_weights(config.name, split): EnergyModel.from_pretrained(
+            run_dir.energy(config.name), language_model, precision=recipe.precision
+        )
+        for config in recipe.energies
+        if config.kind == "heat"
+        and recipe.language_model_of(config) == name
+        and is_complete(run_dir.energy(config.name))
+        and not is_complete(run_dir.log_weights(config.name, split))
+    }

@@ -1,14 +1,18 @@
 """Drawing negatives and proposals: untruncated samples of P_LM, in shards that survive a kill."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from types import MappingProxyType
+from typing import Any
 
 import numpy as np
 import torch
 
 from residual_ebm.config import BlockConfig, Recipe, SamplingConfig
+from residual_ebm.estimation.importance import log_weight
 from residual_ebm.files.blocks import Blocks
+from residual_ebm.files.log_weights import write_log_weights
 from residual_ebm.files.run_directory import RunDirectory
 from residual_ebm.files.samples import (
     Chunk,
@@ -22,7 +26,8 @@ from residual_ebm.files.samples import (
 from residual_ebm.files.storage import check_manifest, is_complete, write_manifest
 from residual_ebm.models.decoding import UNTRUNCATED
 from residual_ebm.models.device import use_recipe_threads
-from residual_ebm.models.language_model import LanguageModel
+from residual_ebm.models.energy import EnergyModel
+from residual_ebm.models.language_model import LanguageModel, continuation_mask
 from residual_ebm.progress import Progress
 from residual_ebm.randomness import derive_seed
 
@@ -38,6 +43,8 @@ class Drawing:
     num_samples: int
     sampling: SamplingConfig
     folder: Callable[[str, str], Path]  # of a language model and a split
+    # Energies of a language model that read its states as it draws, and where their log-weights go.
+    heads: Callable[[LanguageModel, str, str], dict[Path, EnergyModel]] = lambda *_: {}
 
 
 def draw_missing(
@@ -67,6 +74,7 @@ def draw_missing(
                 seed=derive_seed(recipe.seed, drawing.purpose, name, split),
                 progress=progress,
                 label=f"{drawing.purpose}, {split}",
+                heads=drawing.heads(language_model, name, split),
             )
 
 
@@ -82,17 +90,27 @@ def draw_samples(
     seed: int,
     progress: Progress,
     label: str,
+    heads: Mapping[Path, EnergyModel] = MappingProxyType({}),
 ) -> None:
-    """`num_samples` continuations of the prefix of each block named by `block_P`."""
+    """`num_samples` continuations of the prefix of each block named by `block_P`.
+
+    `heads` score them on the way, from the states they were drawn with; their log-weights lie
+    under the name of the shard in the folder that each is listed under.
+    """
     shards = plan_shards(len(block_P), num_samples, sampling)
     missing = [number for number in range(len(shards)) if not shard_path(folder, number).exists()]
     with progress.bar(label, len(shards), len(shards) - len(missing)) as bar:
         for number in missing:
             parts = [
-                _draw_chunk(language_model, blocks, block_P, chunk, block, seed)
+                _draw_chunk(language_model, blocks, block_P, chunk, block, seed, heads)
                 for chunk in shards[number]
             ]
-            write_rows(shard_path(folder, number), join_rows(parts))
+            rows = join_rows([part for part, _ in parts])
+            path = shard_path(folder, number)
+            for head_folder in heads:
+                log_weight_N = np.concatenate([scores[head_folder] for _, scores in parts])
+                write_log_weights(head_folder / path.name, rows.prefix_N, log_weight_N)
+            write_rows(path, rows)  # last: a shard that is there has its log-weights
             bar.advance()
     info = sample_manifest(block_P, num_samples, language_model.fingerprint, UNTRUNCATED.describe())
     write_manifest(folder, info)
@@ -105,25 +123,36 @@ def _draw_chunk(
     chunk: Chunk,
     block: BlockConfig,
     seed: int,
-) -> SampleRows:
+    heads: Mapping[Path, EnergyModel],
+) -> tuple[SampleRows, dict[Path, np.ndarray]]:
     numbers = np.arange(chunk.first_prefix, chunk.first_prefix + chunk.num_prefixes)
-    prefix_ids_GP = blocks.ids_BT[block_P[numbers], : block.prefix_length]
-    decoded = language_model.sample_chunk(
-        torch.from_numpy(prefix_ids_GP),
-        prefix_numbers=[int(number) for number in numbers],
-        first_sample=chunk.first_sample,
-        num_samples=chunk.num_samples,
-        num_tokens=block.num_new_tokens,
-        seed=seed,
+    arguments: dict[str, Any] = {
+        "prefix_ids_GP": torch.from_numpy(blocks.ids_BT[block_P[numbers], : block.prefix_length]),
+        "prefix_numbers": [int(number) for number in numbers],
+        "first_sample": chunk.first_sample,
+        "num_samples": chunk.num_samples,
+        "num_tokens": block.num_new_tokens,
+        "seed": seed,
         # Untruncated: NCE needs the true noise density, and Z is a mean under P_LM itself.
-        truncation=UNTRUNCATED,
-        stop_at_end=block.continuation == "until_end",
-    )
+        "truncation": UNTRUNCATED,
+        "stop_at_end": block.continuation == "until_end",
+    }
+    log_weights = {}
+    if heads:
+        decoded, features = language_model.sample_chunk_with_features(**arguments)
+        mask_NC = continuation_mask(decoded.ids_NC, 0, decoded.length_N).to(language_model.device)
+        for folder, energy in heads.items():
+            with torch.inference_mode():
+                energy_N = energy.of_features(features, mask_NC)
+            log_weights[folder] = log_weight(energy_N.float().cpu()).numpy()
+    else:
+        decoded = language_model.sample_chunk(**arguments)
     samples = np.arange(chunk.first_sample, chunk.first_sample + chunk.num_samples)
-    return SampleRows(
+    rows = SampleRows(
         np.repeat(numbers, chunk.num_samples),
         np.tile(samples, chunk.num_prefixes),
         decoded.ids_NC.cpu().numpy(),
         decoded.length_N.cpu().numpy(),
         decoded.log_prob_NC.double().sum(-1).cpu().numpy(),
     )
+    return rows, log_weights

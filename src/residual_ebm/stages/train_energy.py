@@ -1,14 +1,15 @@
 """Energies by conditional noise contrastive estimation (section 3.1, equation 3).
 
 Each positive is a real block; its negatives share the prefix and are drawn uniformly from those
-stored. Both go through the same path, in one batch.
+stored. Both go through the same path, in one batch, a positive and its negatives side by side, so
+that a network can read their prefix once.
 
 Shapes: P prefixes, S stored negatives of each, B prefixes of a batch, K negatives of each,
-T tokens of a block, C of a continuation.
+J = 1 + K blocks of a prefix, the positive first, T tokens of a block, C of a continuation.
 """
 
+from collections.abc import Callable
 from dataclasses import dataclass
-from typing import NamedTuple
 
 import numpy as np
 import torch
@@ -24,6 +25,7 @@ from residual_ebm.files.samples import SampleSet, join_rows, open_samples
 from residual_ebm.files.storage import check_manifest, is_complete
 from residual_ebm.models.device import use_recipe_threads
 from residual_ebm.models.energy import EnergyInfo, EnergyModel
+from residual_ebm.models.kept_features import KeptFeatures
 from residual_ebm.models.language_model import LanguageModel
 from residual_ebm.models.loading import load_pretrained, load_tokenizer
 from residual_ebm.models.training import History, batch_indices, forget_training, train
@@ -33,13 +35,6 @@ from residual_ebm.stages.negatives import source_split
 from residual_ebm.stages.training_run import resume_folder, training_log
 
 SENTENCE = "Training the energy {name} ({kind}) to tell real continuations from {model}'s"
-
-
-class Batch(NamedTuple):
-    """Blocks of one class."""
-
-    ids_BT: Tensor
-    length_B: Tensor
 
 
 @dataclass(frozen=True)
@@ -54,22 +49,23 @@ class Contrast:
     def __len__(self) -> int:
         return len(self.positives)
 
-    def positive_batch(self, prefix_B: np.ndarray) -> Batch:
-        part = self.positives.select(prefix_B)
-        return Batch(torch.from_numpy(part.ids_BT), torch.from_numpy(part.length_B))
+    @property
+    def num_stored(self) -> int:
+        return int(self.negative_ids_PSC.shape[1])
 
-    def negative_batch(self, prefix_B: np.ndarray, sample_BK: np.ndarray) -> Batch:
-        """Blocks of the same prefixes with the chosen stored continuations, B x K of them."""
+    def batch(self, prefix_B: np.ndarray, sample_BK: np.ndarray) -> tuple[Tensor, Tensor]:
+        """Each real block, then the chosen stored negatives of its prefix: (B x J, T) ids and
+        lengths."""
         rows_B1 = prefix_B[:, None]
-        continuation_BKC = self.negative_ids_PSC[rows_B1, sample_BK]
-        prefix_BKP = np.repeat(
-            self.positives.ids_BT[prefix_B, None, : self.prefix_length], sample_BK.shape[1], axis=1
-        )
-        ids_BKT = np.concatenate([prefix_BKP, continuation_BKC], axis=2)
+        real = self.positives.select(prefix_B)
+        num_blocks = 1 + sample_BK.shape[1]
+        ids_BJT = np.repeat(real.ids_BT[:, None], num_blocks, axis=1)
+        ids_BJT[:, 1:, self.prefix_length :] = self.negative_ids_PSC[rows_B1, sample_BK]
         length_BK = self.prefix_length + self.negative_length_PS[rows_B1, sample_BK]
-        return Batch(
-            torch.from_numpy(ids_BKT.reshape(-1, ids_BKT.shape[2])),
-            torch.from_numpy(length_BK.reshape(-1)),
+        length_BJ = np.concatenate([real.length_B[:, None], length_BK], axis=1)
+        return (
+            torch.from_numpy(ids_BJT.reshape(-1, ids_BJT.shape[2])),
+            torch.from_numpy(length_BJ.reshape(-1)),
         )
 
 
@@ -103,7 +99,7 @@ def _make(recipe: Recipe, config: EnergyConfig, run_dir: RunDirectory, progress:
     )
     contrasts = {}
     for split in ("train", "validation"):
-        blocks = read_blocks(run_dir.blocks / f"{source_split(recipe, split)}.arrow")
+        blocks = read_blocks(run_dir.blocks / f"{source_split(run_dir, split)}.arrow")
         samples = open_samples(run_dir.negatives(name, split), language_model.fingerprint)
         contrasts[split] = read_contrast(blocks, samples, recipe.block)
     energy = _initial_energy(recipe, config, run_dir, language_model)
@@ -182,46 +178,36 @@ def train_nce(
     progress: Progress,
 ) -> History:
     """Train an energy in place; validation sees every stored negative."""
-    stored = contrast.negative_ids_PSC.shape[1]
     wanted = config.negatives_per_positive
-    if wanted > stored:
+    if wanted > contrast.num_stored:
         raise UserError(
             f"energies.{config.name}.negatives_per_positive",
             wanted,
-            f"only {stored} negatives are stored for a prefix; raise negatives.samples_per_prefix",
+            f"only {contrast.num_stored} negatives are stored for a prefix; raise"
+            " negatives.samples_per_prefix",
         )
     training = config.training
-
-    def energies(positive: Batch, negative: Batch) -> tuple[Tensor, Tensor]:
-        # One batch for both classes: neither can be told by how it was padded or normalised.
-        energy_B = energy(
-            torch.cat([positive.ids_BT, negative.ids_BT]),
-            torch.cat([positive.length_B, negative.length_B]),
-        )
-        return energy_B[: len(positive.ids_BT)], energy_B[len(positive.ids_BT) :]
+    energies = {
+        id(part): _energies_of(energy, part, batch_size, progress)
+        for part in (contrast, validation)
+    }
 
     def loss_at(step: int) -> Tensor:
         prefix_B = batch_indices(len(contrast), training.batch_size, step, seed, config.name)
         draw = generator(seed, config.name, "negatives", step)
-        sample_BK = draw.random((len(prefix_B), stored)).argsort(axis=1)[:, :wanted]
-        return nce_loss(
-            *energies(
-                contrast.positive_batch(prefix_B), contrast.negative_batch(prefix_B, sample_BK)
-            )
-        )
+        order_BS = draw.random((len(prefix_B), contrast.num_stored)).argsort(axis=1)
+        energy_BJ = energies[id(contrast)](prefix_B, order_BS[:, :wanted])
+        return nce_loss(energy_BJ[:, 0], energy_BJ[:, 1:].flatten())
 
     def validate() -> dict[str, float]:
-        positives, negatives = [], []
-        every_S = np.arange(validation.negative_ids_PSC.shape[1])
+        parts = []
+        every_S = np.arange(validation.num_stored)
         for start in range(0, len(validation), batch_size):
             prefix_B = np.arange(start, min(start + batch_size, len(validation)))
             sample_BS = np.tile(every_S, (len(prefix_B), 1))
-            positive_B, negative_B = energies(
-                validation.positive_batch(prefix_B), validation.negative_batch(prefix_B, sample_BS)
-            )
-            positives.append(positive_B)
-            negatives.append(negative_B)
-        positive, negative = torch.cat(positives), torch.cat(negatives)
+            parts.append(energies[id(validation)](prefix_B, sample_BS))
+        energy_PJ = torch.cat(parts)
+        positive, negative = energy_PJ[:, 0], energy_PJ[:, 1:].flatten()
         return {
             "loss": nce_loss(positive, negative).item(),
             "accuracy": nce_accuracy(positive, negative).item(),
@@ -238,3 +224,36 @@ def train_nce(
         progress=progress,
         label=config.name,
     )
+
+
+def _energies_of(
+    energy: EnergyModel, contrast: Contrast, batch_size: int, progress: Progress
+) -> Callable[[np.ndarray, np.ndarray], Tensor]:
+    """A function from prefixes and the numbers of their negatives to energies (B, J)."""
+
+    def from_blocks(prefix_B: np.ndarray, sample_BK: np.ndarray) -> Tensor:
+        # One batch for both classes: neither can be told by how it was padded or normalised.
+        return energy(*contrast.batch(prefix_B, sample_BK)).view(len(prefix_B), -1)
+
+    num_blocks = 1 + contrast.num_stored
+    if energy.info.kind != "heat" or not KeptFeatures.fit(
+        energy.language_model, len(contrast) * num_blocks, contrast.negative_ids_PSC.shape[2]
+    ):
+        return from_blocks
+
+    every_P = np.arange(len(contrast))
+    every_PS = np.tile(np.arange(contrast.num_stored), (len(contrast), 1))
+    # As many blocks at a time as a batch of validation has, whole prefixes each.
+    kept = KeptFeatures(
+        energy,
+        *contrast.batch(every_P, every_PS),
+        batch_size=max(1, batch_size // num_blocks) * num_blocks,
+        progress=progress,
+    )
+
+    def from_kept(prefix_B: np.ndarray, sample_BK: np.ndarray) -> Tensor:
+        first_B1 = num_blocks * prefix_B[:, None]
+        block_BJ = np.concatenate([first_B1, first_B1 + 1 + sample_BK], axis=1)
+        return kept(torch.from_numpy(block_BJ.reshape(-1))).view(block_BJ.shape)
+
+    return from_kept

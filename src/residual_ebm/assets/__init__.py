@@ -1,0 +1,1 @@
+"""Real texts and models from package registries, by `asset:NAME`."""

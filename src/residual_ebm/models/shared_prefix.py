@@ -1,0 +1,191 @@
+"""Attention of many rows over a prefix they share.
+
+The keys and values of a prefix are kept once, not once a row, and all rows' queries meet them in
+one matrix product. Attention over a row's own tokens is computed apart, and the two are merged by
+their log-sum-exps, which is exact:
+
+    softmax over both = (out_prefix e^lse_prefix + out_own e^lse_own) / (e^lse_prefix + e^lse_own).
+
+It enters through transformers' attention interface and cache classes, so it serves every model that
+uses them with plain causal attention; the others are asked to repeat the prefix for each row.
+
+Shapes: G prefixes, P tokens of a prefix, N = G x rows of a prefix, L new tokens a row, S own tokens
+a row has so far, H heads, K heads of keys and values, R = H / K, D head size.
+"""
+
+import math
+from collections.abc import Iterator
+from contextlib import contextmanager
+from contextvars import ContextVar
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor, nn
+from transformers import AttentionInterface, Cache, DynamicCache, PreTrainedModel
+from transformers.cache_utils import DynamicLayer
+from transformers.masking_utils import AttentionMaskInterface
+
+_NAME = "residual_ebm_shared_prefix"
+
+
+class _PrefixLayer(NamedTuple):
+    keys_GKPD: Tensor
+    values_GKPD: Tensor
+
+
+_prefix: ContextVar[list[_PrefixLayer]] = ContextVar("prefix")
+
+
+def can_share_prefix(model: PreTrainedModel) -> bool:
+    """Whether the model's attention is what this file computes: causal, over everything before."""
+    config = model.config
+    layer_types = set(getattr(config, "layer_types", None) or ["full_attention"])
+    return (
+        bool(getattr(model, "_supports_attention_backend", False))
+        and layer_types == {"full_attention"}
+        and getattr(config, "attn_logit_softcapping", None) is None
+        and not (getattr(config, "sliding_window", None) and not hasattr(config, "layer_types"))
+        # GPT-2's options that scale or upcast scores layer by layer.
+        and not getattr(config, "scale_attn_by_inverse_layer_idx", False)
+        and not getattr(config, "reorder_and_upcast_attn", False)
+    )
+
+
+class OwnTokens(Cache):
+    """Room for the tokens that each row has of its own, after a shared prefix."""
+
+    def __init__(self, prefix_cache: DynamicCache, num_rows: int, num_tokens: int) -> None:
+        super().__init__(
+            layers=[_OwnLayer(layer, num_rows, num_tokens) for layer in prefix_cache.layers]
+        )
+
+
+class _OwnLayer(DynamicLayer):
+    def __init__(self, prefix: DynamicLayer, num_rows: int, num_tokens: int) -> None:
+        super().__init__()
+        self.dtype, self.device = prefix.keys.dtype, prefix.keys.device
+        self._filled = 0
+        self._buffers = [
+            states_GKPD.new_empty(num_rows, states_GKPD.shape[1], num_tokens, states_GKPD.shape[3])
+            for states_GKPD in (prefix.keys, prefix.values)
+        ]
+        self.is_initialized = True
+        self._show()
+
+    def _show(self) -> None:
+        self.keys, self.values = (buffer[:, :, : self._filled] for buffer in self._buffers)
+
+    def update(
+        self, key_states: Tensor, value_states: Tensor, *_args: Any, **_kwargs: Any
+    ) -> tuple[Tensor, Tensor]:
+        end = self._filled + key_states.shape[-2]
+        for buffer, states in zip(self._buffers, (key_states, value_states), strict=True):
+            buffer[:, :, self._filled : end] = states
+        self._filled = end
+        self._show()
+        return self.keys, self.values
+
+
+@contextmanager
+def shared_prefix(model: PreTrainedModel, prefix_cache: DynamicCache) -> Iterator[None]:
+    """Within, the model's rows attend to the prefix in `prefix_cache` and to their own tokens."""
+    layers = [_PrefixLayer(layer.keys, layer.values) for layer in prefix_cache.layers]
+    token = _prefix.set(layers)
+    before = model.config._attn_implementation
+    model.config._attn_implementation = _NAME
+    try:
+        yield
+    finally:
+        model.config._attn_implementation = before
+        _prefix.reset(token)
+
+
+def forward_after_prefix(
+    model: PreTrainedModel, ids_NT: Tensor, prefix_length: int
+) -> list[Tensor]:
+    """Logits behind the prefix, (G, 1, V), and behind each token after it, (N, T - p, V).
+
+    Rows that follow each other with the same prefix share it, if each prefix has as many rows.
+    """
+    prefix_GP, count_G = ids_NT[:, :prefix_length].unique_consecutive(dim=0, return_counts=True)
+    if not bool((count_G == count_G[0]).all()):
+        prefix_GP = ids_NT[:, :prefix_length]
+    cache = DynamicCache()
+    logits = [model(prefix_GP, past_key_values=cache, use_cache=True, logits_to_keep=1).logits]
+    num_rows, length = ids_NT.shape
+    if length > prefix_length:
+        with shared_prefix(model, cache):
+            own = OwnTokens(cache, num_rows, length - prefix_length)
+            position_1L = torch.arange(prefix_length, length, device=ids_NT.device)[None]
+            rest_NLV = model(
+                ids_NT[:, prefix_length:],
+                past_key_values=own,
+                position_ids=position_1L,
+                use_cache=True,
+            ).logits
+        logits.append(rest_NLV)
+    return logits
+
+
+def _attend(
+    module: nn.Module,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    attention_mask: Tensor | None,
+    scaling: float | None = None,
+    **_kwargs: Any,
+) -> tuple[Tensor, None]:
+    assert attention_mask is None
+    prefix = _prefix.get()[module.layer_idx]  # type: ignore[index]
+    num_rows, num_heads, num_new, size = query.shape
+    groups, kv_heads = prefix.keys_GKPD.shape[:2]
+    scale = 1 / math.sqrt(size) if scaling is None else scaling
+    repeats = num_heads // kv_heads
+
+    # Rows of a prefix, heads that share keys and new tokens are all just queries to the prefix.
+    query_GnKRLD = query.reshape(groups, -1, kv_heads, repeats, num_new, size)
+    query_GKMD = query_GnKRLD.transpose(1, 2).reshape(groups, kv_heads, -1, size)
+    out_GKMD, lse_GKM = _attention(query_GKMD, *prefix, scale, is_causal=False)
+    shape = (groups, kv_heads, -1, repeats, num_new)
+    prefix_out = out_GKMD.reshape(*shape, size).transpose(1, 2).reshape(query.shape)
+    prefix_lse = lse_GKM.reshape(shape).transpose(1, 2).reshape(query.shape[:-1])
+
+    if num_new == 1:  # heads that share keys are queries again, with nothing to mask
+        own_out, own_lse = _attention(
+            query.reshape(num_rows, kv_heads, repeats, size), key, value, scale, is_causal=False
+        )
+        own_out, own_lse = own_out.reshape(query.shape), own_lse.reshape(query.shape[:-1])
+    else:
+        assert key.shape[-2] == num_new, "several new tokens at once must be the first"
+        key, value = (states.repeat_interleave(repeats, dim=1) for states in (key, value))
+        own_out, own_lse = _attention(query, key, value, scale, is_causal=True)
+
+    weight = torch.sigmoid(own_lse - prefix_lse)[..., None].to(query.dtype)
+    out_NHLD = torch.lerp(prefix_out, own_out, weight)
+    return out_NHLD.transpose(1, 2).contiguous(), None
+
+
+def _attention(
+    query: Tensor, key: Tensor, value: Tensor, scale: float, *, is_causal: bool
+) -> tuple[Tensor, Tensor]:
+    """Attention and the log-sum-exp of its scores (float32)."""
+    if query.device.type == "cpu":
+        out, lse = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu(
+            query, key, value, 0.0, is_causal, scale=scale
+        )
+        return out, lse
+    score = (query @ key.mT).float() * scale
+    if is_causal:
+        future = torch.ones(score.shape[-2:], dtype=torch.bool, device=score.device).triu(1)
+        score = score.masked_fill(future, -torch.inf)
+    lse = score.logsumexp(-1)
+    return (score - lse[..., None]).exp().to(value.dtype) @ value, lse
+
+
+def _no_mask(*_args: Any, **_kwargs: Any) -> None:
+    """`_attend` masks by itself."""
+
+
+AttentionInterface.register(_NAME, _attend)
+AttentionMaskInterface.register(_NAME, _no_mask)
