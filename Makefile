@@ -15,7 +15,7 @@ lint: $(STAMP)
 	$(BIN)/mypy
 
 demo: $(STAMP)
-	$(BIN)/rebm run tiny
+	$(BIN)/rebm run quickstart
 
 docs: $(STAMP)
 	$(BIN)/python -m residual_ebm.command_help > docs/commands.md

@@ -3,6 +3,7 @@
 Heavy imports are inside the functions: `rebm recipes` should not wait for torch.
 """
 
+import hashlib
 import shlex
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -77,7 +78,18 @@ def get_assets(names: list[str]) -> Output:
 
 def _recipe_and_folder(recipe: str, overrides: list[str], out: Path | None) -> tuple[Recipe, Path]:
     loaded = load_recipe(recipe, overrides)
-    return loaded, out or Path("runs") / loaded.name
+    folder = out or Path("runs") / _run_name(loaded, overrides)
+    from residual_ebm.stages.settle import settle_recipe
+
+    return settle_recipe(loaded, folder), folder
+
+
+def _run_name(recipe: Recipe, overrides: list[str]) -> str:
+    """A changed recipe gets a run of its own beside the plain one."""
+    if not overrides:
+        return recipe.name
+    digest = hashlib.sha256("\n".join(overrides).encode()).hexdigest()
+    return f"{recipe.name}-{digest[:6]}"
 
 
 def run(recipe: str, overrides: list[str], out: Path | None) -> Output:
@@ -107,9 +119,11 @@ def _show_results(data: dict[str, Any], folder: Path) -> None:
     from residual_ebm.report.table import print_results
 
     print_results(data, Console())
+    print("\nWhat to try next:")
     if data["examples"]:
         prompt = shlex.quote(data["examples"][0]["prefix"])
-        print(f"\nTry: rebm generate {shlex.quote(str(folder))} --prompt {prompt}")
+        print(f"  rebm generate {shlex.quote(str(folder))} --prompt {prompt}")
+    print(f"  rebm run {data['recipe']} --set corpus.path=my_texts/    # your own folder of text")
 
 
 def results(run: Path) -> Output:

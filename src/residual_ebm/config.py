@@ -21,7 +21,7 @@ from pydantic import (
 )
 from pydantic_core import PydanticCustomError
 
-Precision = Literal["float32", "bfloat16"]
+Precision = Literal["auto", "float32", "bfloat16"]
 ContinuationMode = Literal["fixed", "until_end"]
 EnergyKind = Literal["unit", "bit", "heat"]
 
@@ -145,7 +145,7 @@ class TrainingConfig(Section):
     max_grad_norm: Annotated[float, Field(gt=0)] = 1.0
     weight_decay: Annotated[float, Field(ge=0)] = 0.0
     adam_betas: tuple[Beta, Beta] = (0.9, 0.98)
-    precision: Precision = "bfloat16"  # autocast; the weights themselves stay in float32
+    precision: Precision = "auto"  # autocast; the weights themselves stay in float32
     validate_every: Count
     checkpoint_every: Count
     patience: Count | None = None  # validations without improvement before stopping early
@@ -270,10 +270,11 @@ class EvaluationConfig(Section):
 class Recipe(Section):
     name: Name
     description: str
+    reference: Name | None = None  # published results that the caption of the table quotes
     seed: Annotated[int, Field(ge=0)] = 0
     device: Literal["auto", "cpu", "cuda"] = "auto"
     threads: Count = 2
-    precision: Precision = "bfloat16"  # the type that samples is the type that scores
+    precision: Precision = "auto"  # the type that samples is the type that scores
     corpus: CorpusConfig
     tokenizer: TokenizerConfig
     block: BlockConfig

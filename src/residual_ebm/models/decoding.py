@@ -62,17 +62,16 @@ class Decoded(NamedTuple):
 
 
 def inverse_cdf(prob_NV: Tensor, uniform_N: Tensor) -> Tensor:
-    """The first token whose cumulative probability exceeds u; zero mass is never drawn.
+    """The first token whose cumulative probability exceeds u; float64 sums, zero mass never drawn.
 
-    Chunks are summed in float32 and accumulated in float64. u = 0 gives the first token with
-    mass, u = 1 the last: rounding cannot run off either end.
+    u = 0 gives the first token with mass, u = 1 the last: rounding cannot run off either end.
     """
     num_rows, vocabulary = prob_NV.shape
     padding = -vocabulary % _CHUNK
     if padding:
         prob_NV = torch.nn.functional.pad(prob_NV, (0, padding))
     prob_NKc = prob_NV.view(num_rows, -1, _CHUNK)
-    chunk_cdf_NK = prob_NKc.sum(-1).cumsum(-1, dtype=torch.float64)
+    chunk_cdf_NK = prob_NKc.sum(-1, dtype=torch.float64).cumsum(-1)
     total_N = chunk_cdf_NK[:, -1]
     target_N = uniform_N.to(torch.float64) * total_N
     chunk_N = _first_above(chunk_cdf_NK, target_N)

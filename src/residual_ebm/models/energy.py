@@ -18,7 +18,7 @@ from transformers import AutoModel, PreTrainedModel, PreTrainedTokenizerFast
 from residual_ebm.config import ContinuationMode, EnergyKind, HeadConfig, Precision
 from residual_ebm.errors import UserError
 from residual_ebm.files.storage import check_manifest, new_folder, read_json, write_json
-from residual_ebm.models.device import DTYPES
+from residual_ebm.models.device import DTYPES, resolve_precision
 from residual_ebm.models.energy_inputs import TextBridge
 from residual_ebm.models.energy_networks import HeadEnergy, TransformerEnergy
 from residual_ebm.models.language_model import LanguageModel, TokenFeatures, continuation_mask
@@ -86,7 +86,7 @@ class EnergyModel:
 
     @classmethod
     def from_pretrained(
-        cls, folder: str | Path, language_model: LanguageModel, *, precision: Precision = "bfloat16"
+        cls, folder: str | Path, language_model: LanguageModel, *, precision: Precision = "auto"
     ) -> "EnergyModel":
         """Load an energy for the language model it was trained against."""
         folder = Path(folder)
@@ -109,7 +109,7 @@ class EnergyModel:
             tokenizer = load_tokenizer(str(folder), "energy")
             energy = cls.from_backbone(backbone, tokenizer, info, language_model)
             energy.network.scalar.load_state_dict(load_file(folder / _HEAD))
-        energy.network.to(DTYPES[precision])
+        energy.network.to(DTYPES[resolve_precision(precision, language_model.device.type)])
         return energy
 
     def save_pretrained(self, folder: Path, training: dict[str, Any] | None = None) -> None:

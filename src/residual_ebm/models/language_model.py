@@ -22,7 +22,7 @@ from residual_ebm.config import Precision
 from residual_ebm.errors import UserError
 from residual_ebm.files.storage import fingerprint
 from residual_ebm.models.decoding import Decoded, Truncation, decode
-from residual_ebm.models.device import DTYPES, resolve_device
+from residual_ebm.models.device import DTYPES, resolve_device, resolve_precision
 from residual_ebm.models.loading import context_length, load_pretrained, load_tokenizer
 from residual_ebm.models.shared_prefix import can_share_prefix, forward_after_prefix
 from residual_ebm.progress import QUIET, Progress
@@ -66,12 +66,15 @@ class LanguageModel:
 
     @classmethod
     def from_pretrained(
-        cls, source: str | Path, *, precision: Precision = "bfloat16", device: str = "auto"
+        cls, source: str | Path, *, precision: Precision = "auto", device: str = "auto"
     ) -> "LanguageModel":
         """Load from a folder, by hub name or by asset:NAME."""
         name = local_source(str(source), "language_model", kind="model")
         model = load_pretrained(
-            AutoModelForCausalLM, name, "language_model", dtype=DTYPES[precision]
+            AutoModelForCausalLM,
+            name,
+            "language_model",
+            dtype=DTYPES[resolve_precision(precision, device)],
         )
         tokenizer = load_tokenizer(name, "language_model")
         mark = fingerprint(Path(name)) if Path(name).is_dir() else name

@@ -115,6 +115,7 @@ def train(
         lr=config.learning_rate,
         betas=config.adam_betas,
         weight_decay=config.weight_decay,
+        fused=True,
     )
     history = _resume(folder, parameters, optimiser)
     log.rewind(history.step)

@@ -7,10 +7,13 @@ from rich.console import Console
 from rich.markup import escape
 from rich.table import Table
 
+from residual_ebm.report.published import fine_tuning_curve, read_published
+
 
 def print_results(results: dict[str, Any], console: Console) -> None:
     console.print(_perplexity_table(results))
     console.print(_caption(results), highlight=False)
+    _print_fine_tuning(results, console)
     _print_flags(results, console)
     _print_examples(results, console)
 
@@ -55,6 +58,28 @@ def _caption(results: dict[str, Any]) -> str:
         " documents, from the lower bound's 2.5 % to the upper bound's 97.5 %; minus base: the same"
         " for the upper bound minus the base, paired. ESS: effective sample size of those n, mean"
         " over prefixes."
+    )
+
+
+def _print_fine_tuning(results: dict[str, Any], console: Console) -> None:
+    """A reader's first question, answered from the published results of a longer run."""
+    published = read_published(results["reference"]) if results.get("reference") else None
+    if published is None:
+        return
+    curve = ", ".join(
+        f"{_number(value)} after {steps} steps" for steps, value in fine_tuning_curve(published)
+    )
+    joint = ", ".join(
+        f"{row['name']} {_bounds(row['test'])}"
+        for row in published["joint_models"]
+        if not row["scaled"]
+    )
+    console.print(
+        f"Would plain fine-tuning do as well? In the long recipe {published['recipe']}"
+        f" ({published['num_prefixes']['test']} test prefixes, n = {published['num_samples']}) the"
+        f" adapted LM stands at {curve}; on top of the last of these, {joint}.",
+        markup=False,
+        highlight=False,
     )
 
 

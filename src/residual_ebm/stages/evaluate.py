@@ -60,6 +60,7 @@ def run(recipe: Recipe, run_dir: RunDirectory, progress: Progress = QUIET) -> No
     best = min(plain, key=lambda row: row["validation"]["upper"])["energy"] if plain else None
     results = {
         "recipe": recipe.name,
+        "reference": recipe.reference,
         "version": residual_ebm.__version__,
         "seed": recipe.seed,
         "continuation": recipe.block.continuation,

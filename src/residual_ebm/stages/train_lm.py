@@ -13,11 +13,12 @@ from residual_ebm.errors import UserError
 from residual_ebm.files.blocks import cut_blocks, read_documents_ids
 from residual_ebm.files.run_directory import RunDirectory
 from residual_ebm.files.storage import check_manifest, is_complete, new_folder, write_json
-from residual_ebm.models.device import resolve_device, use_recipe_threads
+from residual_ebm.models.device import quick_backward, resolve_device, use_recipe_threads
 from residual_ebm.models.energy_inputs import same_vocabulary
 from residual_ebm.models.language_model import end_of_text_id
 from residual_ebm.models.loading import load_pretrained, load_tokenizer
 from residual_ebm.models.training import History, batch_indices, forget_training, train
+from residual_ebm.models.vocabulary_loss import next_token_loss
 from residual_ebm.progress import QUIET, Progress
 from residual_ebm.randomness import torch_seed
 from residual_ebm.stages.training_run import (
@@ -118,18 +119,19 @@ def _train(
             count += len(ids_BT)
         return {"loss": total / count, "perplexity": math.exp(total / count)}
 
-    return train(
-        model,
-        training,
-        loss_at=loss_at,
-        validate=validate,
-        seed=recipe.seed,
-        folder=resume_folder(run_dir.language_model(config.name)),
-        log=training_log(run_dir, "train-lm", config.name),
-        progress=progress,
-        label=config.name,
-        dropout=False,
-    )
+    with quick_backward(model):
+        return train(
+            model,
+            training,
+            loss_at=loss_at,
+            validate=validate,
+            seed=recipe.seed,
+            folder=resume_folder(run_dir.language_model(config.name)),
+            log=training_log(run_dir, "train-lm", config.name),
+            progress=progress,
+            label=config.name,
+            dropout=False,
+        )
 
 
 def training_windows(recipe: Recipe, run_dir: RunDirectory, split: str) -> np.ndarray:
@@ -154,7 +156,4 @@ def _batches(ids_BT: np.ndarray, batch_size: int) -> Iterator[np.ndarray]:
 
 
 def _loss(model: PreTrainedModel, ids_BT: np.ndarray) -> Tensor:
-    """Mean cross-entropy of every token after the first."""
-    ids = torch.from_numpy(ids_BT).to(model.device)
-    logits_BTV = model(ids, use_cache=False).logits[:, :-1]
-    return torch.nn.functional.cross_entropy(logits_BTV.flatten(0, 1).float(), ids[:, 1:].flatten())
+    return next_token_loss(model, torch.from_numpy(ids_BT).to(model.device))

@@ -1,0 +1,84 @@
+"""A shared prefix gives what a prefix repeated for each row gives, for every family of models.
+
+Shapes: N rows, T tokens, P tokens of a prefix, V vocabulary.
+"""
+
+import pytest
+import torch
+import toys
+from torch import Tensor
+from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
+
+from residual_ebm.models.shared_prefix import can_share_prefix, forward_after_prefix
+
+SHARING = ("llama", "gpt2", "gpt_neox", "qwen3", "qwen2", "gemma")
+NOT_SHARING = ("gemma3_text", "mistral")
+
+
+def model_of(model_type: str) -> PreTrainedModel:
+    if model_type in toys.ARCHITECTURES:
+        return toys.causal_model(model_type)
+    config = AutoConfig.for_model(
+        model_type,
+        vocab_size=7,
+        hidden_size=16,
+        intermediate_size=32,
+        num_hidden_layers=2,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        head_dim=4,
+        pad_token_id=None,
+    )
+    torch.manual_seed(0)
+    return toys.scale_up(AutoModelForCausalLM.from_config(config, dtype=torch.float32), 8.0)
+
+
+def rows(rows_per_prefix: list[int], prefix_length: int, num_own: int) -> Tensor:
+    draw = torch.Generator().manual_seed(1)
+    prefixes = [torch.randint(0, 7, (prefix_length,), generator=draw) for _ in rows_per_prefix]
+    repeated = torch.stack(
+        [
+            prefix
+            for prefix, count in zip(prefixes, rows_per_prefix, strict=True)
+            for _ in range(count)
+        ]
+    )
+    return torch.cat([repeated, torch.randint(0, 7, (len(repeated), num_own), generator=draw)], 1)
+
+
+@pytest.mark.parametrize("model_type", SHARING)
+@pytest.mark.parametrize("rows_per_prefix", [[5], [3, 3], [1, 1, 1], [1, 4]], ids=str)
+@torch.inference_mode()
+def test_logits_equal_those_of_whole_rows(model_type: str, rows_per_prefix: list[int]) -> None:
+    model = model_of(model_type)
+    assert can_share_prefix(model)
+    ids_NT = rows(rows_per_prefix, prefix_length=6, num_own=5)
+    before = model.config._attn_implementation
+    first_G1V, rest_NLV = forward_after_prefix(model, ids_NT, 6)
+    assert model.config._attn_implementation == before
+    whole_NTV = model(ids_NT).logits
+    torch.testing.assert_close(rest_NLV, whole_NTV[:, 6:], rtol=1e-4, atol=1e-4)
+    repeated = first_G1V.repeat_interleave(len(ids_NT) // len(first_G1V), 0)
+    torch.testing.assert_close(repeated[:, 0], whole_NTV[:, 5], rtol=1e-4, atol=1e-4)
+    num_prefixes = len(set(rows_per_prefix)) == 1 and len(rows_per_prefix)
+    assert len(first_G1V) == (num_prefixes or len(ids_NT)), "the prefix was computed too often"
+
+
+@torch.inference_mode()
+def test_a_prefix_alone_has_no_rest() -> None:
+    model = model_of("llama")
+    (only_G1V,) = forward_after_prefix(model, rows([2], 4, 0), 4)
+    assert only_G1V.shape == (1, 1, 7)
+
+
+@pytest.mark.parametrize("model_type", NOT_SHARING)
+def test_windows_do_not_share(model_type: str) -> None:
+    assert not can_share_prefix(model_of(model_type))
+
+
+def test_a_failure_leaves_the_model_as_it_was() -> None:
+    model = model_of("llama")
+    before = model.config._attn_implementation
+    with pytest.raises(IndexError):
+        forward_after_prefix(model, torch.tensor([[1, 2, 99]]), 2)
+    assert model.config._attn_implementation == before

@@ -1,0 +1,46 @@
+"""The loss in pieces is the loss of the whole, gradients included."""
+
+import pytest
+import torch
+import toys
+
+from residual_ebm.models import vocabulary_loss
+from residual_ebm.models.vocabulary_loss import next_token_loss
+
+
+@pytest.mark.parametrize("model_type", ["llama", "gpt2", "gpt_neox", "gemma3_text"])
+@pytest.mark.parametrize("rows_at_once", [1, 4, 1000])
+def test_loss_and_gradients(
+    monkeypatch: pytest.MonkeyPatch, model_type: str, rows_at_once: int
+) -> None:
+    model = toys.causal_model(model_type)
+    monkeypatch.setattr(vocabulary_loss, "_LOGITS_AT_ONCE", 7 * rows_at_once)
+    ids_BT = torch.randint(0, 7, (3, 9), generator=torch.Generator().manual_seed(0))
+    logits = model(ids_BT).logits[:, :-1].flatten(0, 1)
+    expected = torch.nn.functional.cross_entropy(logits, ids_BT[:, 1:].flatten())
+    (2 * expected).backward()
+    gradients = {name: p.grad.clone() for name, p in model.named_parameters() if p.grad is not None}
+    model.zero_grad()
+    loss = next_token_loss(model, ids_BT)
+    (2 * loss).backward()
+    torch.testing.assert_close(loss, expected, rtol=1e-5, atol=1e-6)
+    for name, parameter in model.named_parameters():
+        if parameter.grad is not None:
+            torch.testing.assert_close(parameter.grad, gradients.pop(name), rtol=1e-3, atol=1e-4)
+    assert not gradients
+
+
+def test_bfloat16_products_give_nearly_the_same_loss() -> None:
+    model = toys.causal_model()
+    ids_BT = torch.randint(0, 7, (8, 20), generator=torch.Generator().manual_seed(0))
+    exact = next_token_loss(model, ids_BT)
+    with torch.autocast("cpu", torch.bfloat16):
+        rounded = next_token_loss(model, ids_BT)
+    assert rounded.dtype == torch.float32
+    torch.testing.assert_close(rounded, exact, rtol=0.05, atol=0.05)
+
+
+def test_nothing_is_kept_without_gradients() -> None:
+    model = toys.causal_model()
+    with torch.no_grad():
+        assert not next_token_loss(model, torch.randint(0, 7, (2, 5))).requires_grad
