@@ -275,6 +275,22 @@ def test_the_same_seed_gives_the_same_text_and_another_seed_another(
     assert len({answer(rebm, *options, seed)["text"] for seed in range(4)}) > 1
 
 
+def test_an_example_of_the_run_is_continued_again(
+    rebm: Rebm, tiny_run: Path, results: dict[str, Any]
+) -> None:
+    options = ("--num-proposals", "16", "--json")
+    code, by_number, _ = rebm("generate", tiny_run, "--example", "2", *options)
+    assert code == 0
+    prefix = results["examples"][1]["prefix"]
+    assert by_number == rebm("generate", tiny_run, "--prompt", prefix, *options)[1]
+    for number in ("0", "4"):
+        code, _, error = rebm("generate", tiny_run, "--example", number)
+        assert (code, error) == (
+            2,
+            f"rebm: --example = {number}: the run has examples 1 to 3\n",
+        )
+
+
 def test_the_whole_scored_set_comes_on_request(rebm: Rebm, tiny_run: Path, prompt: str) -> None:
     options = ("generate", tiny_run, "--prompt", prompt, "--num-proposals", "16", "--all")
     sample = answer(rebm, *options)

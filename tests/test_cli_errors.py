@@ -162,7 +162,8 @@ def test_a_recipe_file_that_is_not_there_or_not_text(rebm: Rebm, tmp_path: Path)
         ([], ["COMMAND"]),
         (["run"], ["recipe"]),
         (["run", "tiny", "--sed", "1"], ["--sed"]),
-        (["generate", "runs/tiny"], ["--prompt"]),
+        (["generate", "runs/tiny"], ["--prompt", "--example"]),
+        (["generate", "r", "--prompt", "a", "--example", "1"], ["--example", "--prompt"]),
         (["generate", "r", "--prompt", "a", "--top-k", "few"], ["--top-k", "few"]),
         (["generate", "r", "--prompt", "a", "--top-p", "half"], ["--top-p", "half"]),
         (["score", "r", "t", "--num-samples", "1.5"], ["--num-samples", "1.5"]),
@@ -502,6 +503,27 @@ def test_a_pretrained_model_with_a_short_context_is_refused(
     assert str(context + 10) in fault
 
 
+def test_an_encoder_with_a_short_context_is_refused_before_it_is_trained(
+    rebm: Rebm, tiny_run: Path, tmp_path: Path, set_options: list[str]
+) -> None:
+    encoder = tiny_run / "encoders" / "encoder"
+    context = json.loads((encoder / "config.json").read_text())["max_position_embeddings"]
+    answer = _run(
+        rebm,
+        tmp_path / "run",
+        set_options,
+        f"language_models.base.architecture.max_position_embeddings={context + 10}",
+        f"block={{prefix_length: {context}, length: {context + 10}}}",
+        f"encoders.encoder.architecture.max_position_embeddings={context + 10}",
+        f"energies.bit.source={encoder}",
+        "energies.unit.training.steps=1",
+    )
+    fault = fault_of(*answer)
+    assert fault.startswith(f"rebm: energies.bit.source = {encoder}: has a context of {context}")
+    assert "lower block.length" in fault
+    assert not (tmp_path / "run" / "energies" / "bit.training").exists()
+
+
 def test_more_negatives_than_are_stored_are_refused(
     rebm: Rebm, tmp_path: Path, set_options: list[str]
 ) -> None:
@@ -638,7 +660,7 @@ _DAMAGES = {
     "negatives": ("negatives/base/train/shard-00001.arrow", ["energies"], "train-energy"),
     "proposals": (
         "proposals/base/test/shard-00002.arrow",
-        ["log_weights", "results.json"],
+        ["log_weights/bit", "results.json"],
         "evaluate",
     ),
     "log-weights": ("log_weights/bit/test/shard-00000.arrow", ["results.json"], "evaluate"),

@@ -67,7 +67,11 @@ def build_parser() -> argparse.ArgumentParser:
     generate = commands_.add_parser("generate", help="sample a continuation from a joint model")
     generate.set_defaults(call=commands.generate)
     _add_run(generate, energy=True)
-    generate.add_argument("--prompt", required=True, help="the text to continue")
+    continued = generate.add_mutually_exclusive_group(required=True)
+    continued.add_argument("--prompt", metavar="TEXT", help="the text to continue")
+    continued.add_argument(
+        "--example", type=int, metavar="N", help="continue the prefix of the run's N-th example"
+    )
     generate.add_argument("--num-proposals", type=int, default=512, metavar="N", help="default 512")
     generate.add_argument("--num-tokens", type=int, metavar="N", help="default: the whole horizon")
     generate.add_argument("--top-k", type=int, metavar="K", help="default: no truncation")

@@ -120,9 +120,11 @@ def _show_results(data: dict[str, Any], folder: Path) -> None:
 
     print_results(data, Console())
     print("\nWhat to try next:")
+    run = shlex.quote(str(folder))
     if data["examples"]:
-        prompt = shlex.quote(data["examples"][0]["prefix"])
-        print(f"  rebm generate {shlex.quote(str(folder))} --prompt {prompt}")
+        print(f"  rebm generate {run} --example 1         # continue a test prefix again")
+    if data["joint_models"]:
+        print(f"  rebm generate {run} --prompt 'Your text' --top-k 50")
     print(f"  rebm run {data['recipe']} --set corpus.path=my_texts/    # your own folder of text")
 
 
@@ -147,7 +149,8 @@ def status(run: Path) -> Output:
 def generate(
     run: Path,
     energy: str | None,
-    prompt: str,
+    prompt: str | None,
+    example: int | None,
     num_proposals: int,
     num_tokens: int | None,
     top_k: int | None,
@@ -157,6 +160,8 @@ def generate(
 ) -> Output:
     from residual_ebm.models.joint import JointModel
 
+    if prompt is None:
+        prompt = _example_prefix(run, example)
     joint = JointModel.from_pretrained(run, energy)
     sample = joint.sample(
         prompt,
@@ -191,6 +196,15 @@ def generate(
             for entry in ranked
         ]
     return _lines(data, lines)
+
+
+def _example_prefix(run: Path, example: int | None) -> str:
+    from residual_ebm.files.run_directory import RunDirectory
+
+    examples = RunDirectory(run).read_results()["examples"]
+    if example is None or not 1 <= example <= len(examples):
+        raise UserError("--example", example, f"the run has examples 1 to {len(examples)}")
+    return str(examples[example - 1]["prefix"])
 
 
 def _scored_set(joint: Any, scored: Any) -> list[dict[str, Any]]:

@@ -337,13 +337,35 @@ def test_training_an_energy_leaves_the_dropout_of_the_language_model_off(name: s
     assert not energy.language_model.model.training
 
 
-@pytest.mark.parametrize("name", ["bit", "bit_bpe"])
-def test_a_block_too_long_for_the_energy_is_refused(name: str) -> None:
-    energy = energy_model(name)
+def test_a_block_too_long_for_the_energy_is_refused() -> None:
+    energy = energy_model("bit")
     assert isinstance(energy.network, TransformerEnergy)
     context = energy.network.backbone.config.max_position_embeddings
     with pytest.raises(UserError, match=f"at most {context}"):
         energy.energy(torch.full((1, context + 1), 3))
+
+
+@pytest.mark.parametrize("name", ["bit", "bit_bpe"])
+def test_a_context_too_short_for_real_blocks_is_refused_beforehand(name: str) -> None:
+    energy = energy_model(name)
+    assert isinstance(energy.network, TransformerEnergy)
+    context = energy.network.backbone.config.max_position_embeddings
+    ids_1T = torch.full((1, context + 1), 3)
+    with pytest.raises(UserError, match=f"e.source = x: has a context of {context}, but a block"):
+        energy.check_context(ids_1T, torch.tensor([context + 1]), "e.source", "x")
+    energy.check_context(ids_1T[:, :6], torch.tensor([6]), "e.source", "x")
+
+
+def test_a_sample_too_long_in_the_energys_tokens_loses_its_beginning_only() -> None:
+    energy = energy_model("bit_bpe")
+    assert isinstance(energy.network, TransformerEnergy)
+    context = energy.network.backbone.config.max_position_embeddings
+    block_T = torch.full((context + 1,), 3)
+    other_start, other_end = block_T.clone(), block_T.clone()
+    other_start[0], other_end[-1] = 5, 5
+    plain, start, end = energy.energy(torch.stack([block_T, other_start, other_end])).tolist()
+    assert plain == start
+    assert plain != end
 
 
 @pytest.mark.parametrize("length", [1, 2, 3])

@@ -129,6 +129,20 @@ class EnergyModel:
             write_json(temporary / _INFO, asdict(self.info))
             write_json(temporary / "training.json", training or {})
 
+    def check_context(self, ids_BT: Tensor, length_B: Tensor, field: str, source: object) -> None:
+        """Refuse a network that cannot read these blocks whole, before hours go into it."""
+        if self._bridge is None or not isinstance(self.network, TransformerEnergy):
+            return
+        context = context_length(self.network.backbone.config)
+        longest = self._bridge.longest(ids_BT, length_B)
+        if context is not None and longest > context:
+            raise UserError(
+                field,
+                source,
+                f"has a context of {context}, but a block has {longest} of its tokens; lower"
+                " block.length or choose another",
+            )
+
     @property
     def num_parameters(self) -> int:
         return sum(parameter.numel() for parameter in self.network.parameters())

@@ -81,16 +81,33 @@ class TextBridge:
         if self.same:
             self._check_length(ids_BT.shape[1])
             return TextInputs(ids_BT, block_mask(ids_BT, length_B))
-        texts = decode_blocks(self._from, ids_BT, length_B, self._separator)
-        encoded = self._to(texts, add_special_tokens=True)["input_ids"]
+        encoded = [self._fitting(ids) for ids in self._encode(ids_BT, length_B)]
         longest = max(len(ids) for ids in encoded)
-        self._check_length(longest)
         ids_BL = torch.full((len(encoded), longest), self._padding, dtype=torch.int64)
         mask_BL = torch.zeros_like(ids_BL)
         for row, ids in enumerate(encoded):
             ids_BL[row, : len(ids)] = torch.tensor(ids)
             mask_BL[row, : len(ids)] = 1
         return TextInputs(ids_BL, mask_BL)
+
+    def longest(self, ids_BT: Tensor, length_B: Tensor | None) -> int:
+        """Tokens of the energy's own in the longest of these blocks."""
+        if self.same:
+            return ids_BT.shape[1]
+        return max(len(ids) for ids in self._encode(ids_BT, length_B))
+
+    def _encode(self, ids_BT: Tensor, length_B: Tensor | None) -> list[list[int]]:
+        texts = decode_blocks(self._from, ids_BT, length_B, self._separator)
+        encoded: list[list[int]] = self._to(texts, add_special_tokens=True)["input_ids"]
+        return encoded
+
+    def _fitting(self, ids: list[int]) -> list[int]:
+        """Real blocks fit, training sees to that. A sample of rare characters may not: E then
+        reads it without the beginning of its prefix, which is still a function of the block."""
+        if self._context_length is None or len(ids) <= self._context_length:
+            return ids
+        opening = ids[:1] if ids[0] in self._to.all_special_ids else []
+        return opening + ids[len(ids) - self._context_length + len(opening) :]
 
     def _check_length(self, num_tokens: int) -> None:
         if self._context_length is not None and num_tokens > self._context_length:

@@ -9,6 +9,8 @@ from rich.table import Table
 
 from residual_ebm.report.published import fine_tuning_curve, read_published
 
+_SHOWN_OF_A_PREFIX = 240  # characters
+
 
 def print_results(results: dict[str, Any], console: Console) -> None:
     console.print(_perplexity_table(results))
@@ -19,7 +21,7 @@ def print_results(results: dict[str, Any], console: Console) -> None:
 
 
 def _perplexity_table(results: dict[str, Any]) -> Table:
-    table = Table(box=box.SIMPLE_HEAD, pad_edge=False, padding=(0, 1, 0, 0))
+    table = Table(box=box.SIMPLE_HEAD, pad_edge=False, padding=(0, 0))
     table.add_column("model", overflow="fold", min_width=6)
     for heading in ("params", "val", "test", "95 %", "minus base", "ESS", "flags"):
         table.add_column(heading, justify="right", no_wrap=True)
@@ -118,7 +120,7 @@ def _print_flags(results: dict[str, Any], console: Console) -> None:
 def _print_examples(results: dict[str, Any], console: Console) -> None:
     for number, example in enumerate(results["examples"], start=1):
         console.print(
-            f"\nExample {number} ({results['best_energy']}): {example['prefix']}",
+            f"\nExample {number} ({results['best_energy']}): {_tail(example['prefix'])}",
             markup=False,
             highlight=False,
         )
@@ -130,6 +132,14 @@ def _print_examples(results: dict[str, Any], console: Console) -> None:
                 markup=False,
                 highlight=False,
             )
+
+
+def _tail(text: str) -> str:
+    """The end of a prefix is what a continuation follows; results.json has all of it."""
+    words = " ".join(text.split())
+    if len(words) <= _SHOWN_OF_A_PREFIX:
+        return words
+    return "... " + words[-_SHOWN_OF_A_PREFIX:].partition(" ")[2]
 
 
 def _count(value: int) -> str:

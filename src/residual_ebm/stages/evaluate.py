@@ -86,7 +86,7 @@ def _pretrained(recipe: Recipe) -> list[str]:
     for energy in recipe.energies:
         if energy.source and energy.source.partition(":")[0] not in ("lm", "encoder"):
             sources.append(energy.source)
-    return sources
+    return list(dict.fromkeys(sources))
 
 
 def _resampling(recipe: Recipe) -> dict[str, Any]:

@@ -103,6 +103,14 @@ def _make(recipe: Recipe, config: EnergyConfig, run_dir: RunDirectory, progress:
         samples = open_samples(run_dir.negatives(name, split), language_model.fingerprint)
         contrasts[split] = read_contrast(blocks, samples, recipe.block)
     energy = _initial_energy(recipe, config, run_dir, language_model)
+    for contrast in contrasts.values():
+        real = contrast.positives
+        energy.check_context(
+            torch.from_numpy(real.ids_BT),
+            torch.from_numpy(real.length_B),
+            f"energies.{config.name}.source",
+            config.source,
+        )
     history = train_nce(
         energy,
         config,
