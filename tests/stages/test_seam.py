@@ -93,8 +93,8 @@ def space_token(space: int) -> Seam:
 def decode_halves(
     tokenizer: PreTrainedTokenizerFast, ids_BT: Tensor, length_B: Tensor, separator: str
 ) -> list[str]:
-    """`decode_blocks` with a seam: negatives, every other block of a batch, are decoded in two pieces
-    that are joined by a space."""
+    """`decode_blocks` with a seam: negatives, every other block of a batch, are decoded in two
+    pieces that are joined by a space."""
     texts = DECODE_BLOCKS(tokenizer, ids_BT, length_B, separator)
     half = slice(1, None, 2)
     prefixes = DECODE_BLOCKS(tokenizer, ids_BT[half, :PREFIX_LENGTH], None, separator)
