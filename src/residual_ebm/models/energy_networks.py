@@ -64,6 +64,9 @@ class HeadEnergy(nn.Module):
         self.embedding = nn.Sequential(
             nn.LayerNorm(language_model_size), nn.Linear(language_model_size, size)
         )
+        # P_LM's states tell one training block from another: without dropout on them as well, a
+        # head learns a few thousand blocks by heart.
+        self.dropout = nn.Dropout(config.dropout)
         self.scores = nn.Linear(2, size)
         self.position = nn.Embedding(max_tokens, size)
         layer = nn.TransformerEncoderLayer(
@@ -85,8 +88,8 @@ class HeadEnergy(nn.Module):
         scores_BC2 = torch.stack([features.log_prob_BC, features.entropy_BC], dim=-1)
         position_C = torch.arange(mask_BC.shape[1], device=mask_BC.device)
         hidden_BCF = (
-            self.hidden(features.hidden_BCH.to(dtype))
-            + self.embedding(features.embedding_BCH.to(dtype))
+            self.hidden(self.dropout(features.hidden_BCH.to(dtype)))
+            + self.embedding(self.dropout(features.embedding_BCH.to(dtype)))
             + self.scores(scores_BC2.to(dtype))
             + self.position(position_C)
         )
