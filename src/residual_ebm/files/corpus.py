@@ -17,6 +17,7 @@ from typing import NamedTuple
 
 from residual_ebm.errors import UserError
 from residual_ebm.files.grammar import generate_documents
+from residual_ebm.files.hub import datasets_from_cache_if_need_be
 from residual_ebm.files.text_files import NotTextError, missing_column, read_texts, row_text
 from residual_ebm.randomness import generator
 
@@ -174,13 +175,14 @@ def _from_hub(path: str, text_column: str, max_documents: int | None) -> Iterato
         remedy = "write hf:NAME, hf:OWNER/NAME or hf:OWNER/NAME/CONFIG, with :SPLIT if not train"
         raise UserError("corpus.path", path, remedy)
     try:
-        rows = datasets.load_dataset(
-            "/".join(parts[:2]),
-            parts[2] if len(parts) == 3 else None,
-            split=split,
-            # A few documents of a huge dataset must not download all of it. Slices do not stream.
-            streaming=max_documents is not None and "[" not in split,
-        )
+        with datasets_from_cache_if_need_be():
+            rows = datasets.load_dataset(
+                "/".join(parts[:2]),
+                parts[2] if len(parts) == 3 else None,
+                split=split,
+                # A few documents must not download all of a huge dataset; slices do not stream.
+                streaming=max_documents is not None and "[" not in split,
+            )
         if rows.column_names is not None:  # a stream may not know them before its first row
             if text_column not in rows.column_names:
                 raise missing_column(text_column, rows.column_names, path)
@@ -193,7 +195,8 @@ def _from_hub(path: str, text_column: str, max_documents: int | None) -> Iterato
     except Exception as error:
         # The hub and its libraries raise a dozen unrelated types, all of them about this dataset.
         reason = next(iter(str(error).strip().splitlines()), "no reason given")
-        remedy = "check the name, the split and the network, or give a local file"
+        remedy = "check the name, the split and the network, or give a local file or an asset"
+        remedy += " (see `rebm assets`)"
         message = f"cannot be loaded ({type(error).__name__}: {reason}); {remedy}"
         raise UserError("corpus.path", path, message) from error
 

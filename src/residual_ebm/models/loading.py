@@ -3,20 +3,18 @@
 from pathlib import Path
 from typing import Any
 
-import huggingface_hub
 import transformers
 from safetensors import SafetensorError
 from transformers import AutoTokenizer, PreTrainedModel, PreTrainedTokenizerFast
 
 from residual_ebm.assets.resolve import local_source
 from residual_ebm.errors import UserError
+from residual_ebm.files.hub import hub_is_out_of_reach
 from residual_ebm.files.storage import check_manifest, is_complete
 
 # transformers has bars and advice of its own; our progress and errors say what a user needs.
 transformers.utils.logging.disable_progress_bar()
 transformers.utils.logging.set_verbosity_error()
-
-_SECONDS_FOR_THE_HUB = 5
 
 
 def load_pretrained(auto_class: Any, source: str, field: str, **arguments: Any) -> Any:
@@ -71,16 +69,7 @@ def load_tokenizer(source: str, field: str) -> PreTrainedTokenizerFast:
 
 def _where_to_look(source: str) -> dict[str, bool]:
     """Only in the hub's cache when the hub does not answer: its library would try for a minute."""
-    if Path(source).is_dir() or huggingface_hub.is_offline_mode():
-        return {}
-    try:
-        huggingface_hub.get_session().head(
-            huggingface_hub.constants.ENDPOINT, timeout=_SECONDS_FOR_THE_HUB
-        )
-    except Exception:
-        # The HTTP library behind the hub's differs from version to version, and so do its errors.
-        return {"local_files_only": True}
-    return {}
+    return {"local_files_only": True} if not Path(source).is_dir() and hub_is_out_of_reach() else {}
 
 
 def _not_loaded(source: str, field: str, error: Exception) -> UserError:
