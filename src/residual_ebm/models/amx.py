@@ -16,6 +16,7 @@ import ctypes
 import faulthandler
 import os
 import platform
+import resource
 import signal
 import sys
 import warnings
@@ -102,6 +103,7 @@ def _survives(work: Callable[[], None]) -> bool:
         survived = 1
         try:
             faulthandler.disable()  # its death is the answer, not news
+            resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
             torch.set_num_threads(1)
             work()
             survived = 0

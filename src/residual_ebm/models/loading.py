@@ -30,7 +30,9 @@ def load_pretrained(auto_class: Any, source: str, field: str, **arguments: Any) 
         transformers.utils.logging.enable_progress_bar()  # of a download from the hub
     where = _where_to_look(source)
     try:
-        return auto_class.from_pretrained(source, trust_remote_code=False, **where, **arguments)
+        return auto_class.from_pretrained(
+            source, trust_remote_code=False, use_safetensors=True, **where, **arguments
+        )
     except (OSError, ValueError, KeyError, RuntimeError, SafetensorError) as error:
         raise _not_loaded(source, field, error) from None
     finally:

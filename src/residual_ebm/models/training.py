@@ -23,10 +23,10 @@ from safetensors import SafetensorError, safe_open
 from safetensors.torch import save as serialise
 from torch import Tensor, nn
 
-from residual_ebm.config import TrainingConfig
+from residual_ebm.config import Precision, TrainingConfig
 from residual_ebm.errors import UserError
 from residual_ebm.files.storage import write_bytes
-from residual_ebm.models.device import DTYPES
+from residual_ebm.models.device import DTYPES, resolve_precision
 from residual_ebm.progress import Progress
 from residual_ebm.randomness import generator, torch_seed
 
@@ -84,11 +84,12 @@ def _epoch_order(num_items: int, seed: int, purpose: str, epoch: int) -> np.ndar
     return generator(seed, purpose, "epoch", epoch).permutation(num_items)
 
 
-def autocast(precision: str, device: torch.device) -> Any:
+def autocast(precision: Precision, device: torch.device) -> Any:
     """Mixed precision: matrix products in bfloat16, weights and sums in float32."""
-    if precision == "float32":
+    resolved = resolve_precision(precision, device.type)
+    if resolved == "float32":
         return nullcontext()
-    return torch.autocast(device.type, DTYPES[precision])
+    return torch.autocast(device.type, DTYPES[resolved])
 
 
 def train(
@@ -229,11 +230,9 @@ def _resume(
     for name, parameter in parameters.items():
         state = {key: tensors.get(f"{key}.{name}") for key in _ADAM_STATE}
         if state["step"] is not None:
-            step = state.pop("step")
-            moments = {
+            optimiser.state[parameter] = {
                 key: value.to(parameter.device) for key, value in state.items() if value is not None
             }
-            optimiser.state[parameter] = {"step": step, **moments}
     return history
 
 

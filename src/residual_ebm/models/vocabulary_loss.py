@@ -25,7 +25,11 @@ def next_token_loss(model: PreTrainedModel, ids_BT: Tensor) -> Tensor:
         return nn.functional.cross_entropy(logits_BTV.flatten(0, 1).float(), target_R)
     hidden_BTH = model.get_decoder()(ids_BT, use_cache=False).last_hidden_state
     loss: Tensor = _LinearCrossEntropy.apply(
-        hidden_BTH[:, :-1].flatten(0, 1), last.weight, target_R, _product_type(hidden_BTH)
+        hidden_BTH[:, :-1].flatten(0, 1),
+        last.weight,
+        target_R,
+        _product_type(hidden_BTH),
+        torch.is_grad_enabled(),  # which a leaf's needs_input_grad does not tell
     )
     return loss
 
@@ -46,13 +50,18 @@ def _product_type(hidden: Tensor) -> torch.dtype:
 class _LinearCrossEntropy(torch.autograd.Function):
     @staticmethod
     def forward(
-        ctx: Any, hidden_RH: Tensor, weight_VH: Tensor, target_R: Tensor, dtype: torch.dtype
+        ctx: Any,
+        hidden_RH: Tensor,
+        weight_VH: Tensor,
+        target_R: Tensor,
+        dtype: torch.dtype,
+        needs_gradient: bool,
     ) -> Tensor:
         hidden, weight = hidden_RH.to(dtype), weight_VH.to(dtype)
         num_rows = len(hidden)
-        needs_gradient = any(ctx.needs_input_grad[:2])
-        hidden_gradient = torch.empty_like(hidden)
-        weight_gradient = torch.zeros_like(weight_VH)
+        if needs_gradient:
+            hidden_gradient = torch.empty_like(hidden)
+            weight_gradient = torch.zeros_like(weight_VH)
         total = hidden.new_zeros((), dtype=torch.float64)
         for start in range(0, num_rows, max(1, _LOGITS_AT_ONCE // len(weight))):
             rows = slice(start, start + max(1, _LOGITS_AT_ONCE // len(weight)))
@@ -69,10 +78,11 @@ class _LinearCrossEntropy(torch.autograd.Function):
                 slope = mass.to(dtype)
                 hidden_gradient[rows] = slope @ weight
                 weight_gradient += slope.T @ hidden[rows]
-        ctx.save_for_backward(hidden_gradient.to(hidden_RH.dtype), weight_gradient)
+        if needs_gradient:
+            ctx.save_for_backward(hidden_gradient.to(hidden_RH.dtype), weight_gradient)
         return (total / num_rows).float()
 
     @staticmethod
-    def backward(ctx: Any, *outputs: Any) -> tuple[Tensor, Tensor, None, None]:
+    def backward(ctx: Any, *outputs: Any) -> tuple[Tensor, Tensor, None, None, None]:
         hidden_gradient, weight_gradient = ctx.saved_tensors
-        return hidden_gradient * outputs[0], weight_gradient * outputs[0], None, None
+        return hidden_gradient * outputs[0], weight_gradient * outputs[0], None, None, None

@@ -66,7 +66,7 @@ def _caption(results: dict[str, Any]) -> str:
 def _print_fine_tuning(results: dict[str, Any], console: Console) -> None:
     """A reader's first question, answered from the published results of a longer run."""
     published = read_published(results["reference"]) if results.get("reference") else None
-    if published is None:
+    if published is None or published["corpus"] != results["corpus"]:
         return
     curve = ", ".join(
         f"{_number(value)} after {steps} steps" for steps, value in fine_tuning_curve(published)

@@ -61,6 +61,7 @@ def run(recipe: Recipe, run_dir: RunDirectory, progress: Progress = QUIET) -> No
     results = {
         "recipe": recipe.name,
         "reference": recipe.reference,
+        "corpus": recipe.corpus.path,
         "version": residual_ebm.__version__,
         "seed": recipe.seed,
         "continuation": recipe.block.continuation,

@@ -23,11 +23,15 @@ def settle_recipe(recipe: Recipe, folder: Path) -> Recipe:
     return check_recipe(_settled(recipe.model_dump(mode="json"), earlier, quick))
 
 
+def _unless_auto(earlier: Any, quick: str) -> Any:
+    return quick if earlier in (None, "auto") else earlier
+
+
 def _settled(tree: Any, earlier: Any, quick: str) -> Any:
     if isinstance(tree, dict):
         before = earlier if isinstance(earlier, dict) else {}
         return {
-            key: (before.get(key) or quick)
+            key: _unless_auto(before.get(key), quick)
             if (key, value) == ("precision", "auto")
             else _settled(value, before.get(key), quick)
             for key, value in tree.items()
