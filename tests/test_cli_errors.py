@@ -6,7 +6,7 @@ import os
 import shutil
 import subprocess
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -503,6 +503,20 @@ def test_a_pretrained_model_with_a_short_context_is_refused(
     assert str(context + 10) in fault
 
 
+@pytest.mark.parametrize("field", ["language_models.base.source", "energies.bit.source"])
+def test_a_folder_that_is_not_a_model_is_refused(
+    rebm: Rebm, tmp_path: Path, set_options: list[str], field: str
+) -> None:
+    folder = tmp_path / "no model"
+    folder.mkdir()
+    (folder / "notes.txt").write_text("not a model")
+    scratch = ["language_models.base.architecture=null"] if "language" in field else []
+    answer = _run(rebm, tmp_path / "run", set_options, *_FEW, *scratch, f"{field}={folder}")
+    fault = fault_of(*answer)
+    assert fault.startswith(f"rebm: {field} = {folder}: is not a model folder")
+    assert_nothing_half_written(tmp_path / "run")
+
+
 def test_an_encoder_with_a_short_context_is_refused_before_it_is_trained(
     rebm: Rebm, tiny_run: Path, tmp_path: Path, set_options: list[str]
 ) -> None:
@@ -771,28 +785,6 @@ def test_a_damaged_training_state_is_named_and_deleting_it_trains_anew(
 # The disk --------------------------------------------------------------------------------------
 
 
-@pytest.fixture
-def small_disk(tmp_path: Path) -> Iterator[Callable[[str], Path]]:
-    """A file system of its own, whose size can be changed."""
-    folder = tmp_path / "disk"
-    folder.mkdir()
-
-    def mount(size: str) -> Path:
-        again = ["-o", f"remount,size={size}"] if folder.is_mount() else ["-o", f"size={size}"]
-        command = ["mount", "-t", "tmpfs", *again, "tmpfs", str(folder)]
-        try:
-            done = subprocess.run(command, capture_output=True, text=True, check=False)
-        except OSError as error:
-            pytest.skip(f"cannot mount: {error}")
-        if done.returncode:
-            pytest.skip(f"cannot mount: {done.stderr.strip()}")
-        return folder
-
-    yield mount
-    if folder.is_mount():
-        subprocess.run(["umount", str(folder)], check=True)
-
-
 @pytest.mark.parametrize("size", ["100k", "1m", "3m"])
 def test_a_full_disk_is_one_line_and_more_space_is_the_remedy(
     rebm: Rebm,
@@ -801,12 +793,12 @@ def test_a_full_disk_is_one_line_and_more_space_is_the_remedy(
     small_disk: Callable[[str], Path],
     size: str,
 ) -> None:
-    out = small_disk(size) / "run"
+    out = small_disk(f"size={size}") / "run"
     fault = fault_of(*rebm("run", "tiny", *set_options, "--out", out))
     assert str(out) in fault
     assert "the disk is full; free some space and run the same command again" in fault
     assert not list(out.rglob(".partial-*"))
-    small_disk("64m")
+    small_disk("remount,size=64m")
     code, _, err = rebm("run", "tiny", *set_options, "--out", out)
     assert code == 0, err
     assert contents(out) == contents(tiny_run)

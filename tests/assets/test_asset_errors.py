@@ -6,7 +6,7 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -95,27 +95,6 @@ def test_a_cache_that_cannot_be_written(
     monkeypatch.setenv("REBM_CACHE", str(folder))
     answer = rebm("assets", "get", sotu.name)
     assert_fault(answer, f"REBM_CACHE = {folder}: ", "cannot be written", "set REBM_CACHE to")
-
-
-@pytest.fixture
-def small_disk(tmp_path: Path) -> Iterator[Callable[[str], Path]]:
-    """Mount a file system with the given options; root alone can."""
-    folder = tmp_path / "disk"
-    folder.mkdir()
-
-    def mount(options: str) -> Path:
-        command = ["mount", "-t", "tmpfs", "-o", options, "tmpfs", str(folder)]
-        try:
-            done = subprocess.run(command, capture_output=True, text=True, check=False)
-        except OSError as error:
-            pytest.skip(f"cannot mount: {error}")
-        if done.returncode:
-            pytest.skip(f"cannot mount: {done.stderr.strip()}")
-        return folder
-
-    yield mount
-    if folder.is_mount():
-        subprocess.run(["umount", str(folder)], check=True)
 
 
 def test_a_read_only_cache(

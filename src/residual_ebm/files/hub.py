@@ -1,5 +1,8 @@
 """The Hugging Face hub, when it does not answer: its libraries would try for half a minute."""
 
+import http.client
+import urllib.error
+import urllib.request
 from collections.abc import Iterator
 from contextlib import contextmanager
 
@@ -12,10 +15,12 @@ def hub_is_out_of_reach() -> bool:
     """One short request; False as well when the user has said not to ask the hub at all."""
     if huggingface_hub.is_offline_mode():
         return False
+    request = urllib.request.Request(huggingface_hub.constants.ENDPOINT, method="HEAD")
     try:
-        huggingface_hub.get_session().head(huggingface_hub.constants.ENDPOINT, timeout=_SECONDS)
-    except Exception:
-        # The HTTP library behind the hub's differs from version to version, and so do its errors.
+        urllib.request.urlopen(request, timeout=_SECONDS).close()
+    except urllib.error.HTTPError as answer:
+        answer.close()  # a refusal is an answer too
+    except (OSError, http.client.HTTPException):
         return True
     return False
 

@@ -3,7 +3,7 @@
 Some hypervisors list AMX among the features and leave the leaf of CPUID that describes the tiles
 empty. oneDNN then sets up a palette of no tiles, and its first bfloat16 product dies with an
 illegal instruction, which no `except` catches. The tiles themselves work, and a bfloat16 product on
-them takes a fifth of the time of float32.
+them takes a fraction of the time of float32.
 
 oneDNN asks for the leaf once and remembers the answer. So on Linux, where CPUID can be made to
 trap, the first products are computed with a handler that answers this one leaf as the architecture
@@ -84,7 +84,7 @@ def _products() -> None:
 
 
 def _products_with_answers() -> None:
-    # CPUID traps in this thread only: another one would ask the machine and remember nothing.
+    # CPUID traps in this thread only: another one would ask the machine, and its answer be kept.
     threads = torch.get_num_threads()
     torch.set_num_threads(1)
     try:

@@ -23,7 +23,7 @@ from residual_ebm.models.shared_prefix import OwnTokens, can_share_prefix, share
 # Two levels of search: sums of this many neighbouring tokens, then the tokens of one chunk.
 _CHUNK = 256
 # Float32 copies of logits are made for this many numbers at a time: they stay in the cache.
-_LOGITS_AT_ONCE = 2**21
+LOGITS_AT_ONCE = 2**21
 
 
 @dataclass(frozen=True)
@@ -112,7 +112,7 @@ def draw_token(
 ) -> tuple[Tensor, Tensor, Tensor]:
     """A token for each row, its log-prob under P_LM, and under the truncated distribution."""
     draw = _draw_truncated if truncation.describe() else _draw_untruncated
-    rows_at_once = max(1, _LOGITS_AT_ONCE // logits_NV.shape[-1])
+    rows_at_once = max(1, LOGITS_AT_ONCE // logits_NV.shape[-1])
     parts = [
         draw(logits, uniform, truncation)
         for logits, uniform in zip(

@@ -102,8 +102,8 @@ class TextBridge:
         return encoded
 
     def _fitting(self, ids: list[int]) -> list[int]:
-        """Real blocks fit, training sees to that. A sample of rare characters may not: E then
-        reads it without the beginning of its prefix, which is still a function of the block."""
+        """Real blocks of training fit, which is checked. A sample of rare characters may not: E
+        then reads it without the beginning of its prefix, still a function of the block."""
         if self._context_length is None or len(ids) <= self._context_length:
             return ids
         opening = ids[:1] if ids[0] in self._to.all_special_ids else []

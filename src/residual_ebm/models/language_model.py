@@ -21,15 +21,12 @@ from residual_ebm.assets.resolve import local_source
 from residual_ebm.config import Precision
 from residual_ebm.errors import UserError
 from residual_ebm.files.storage import fingerprint
-from residual_ebm.models.decoding import Decoded, Truncation, decode
+from residual_ebm.models.decoding import LOGITS_AT_ONCE, Decoded, Truncation, decode
 from residual_ebm.models.device import DTYPES, resolve_device, resolve_precision
 from residual_ebm.models.loading import context_length, load_pretrained, load_tokenizer
 from residual_ebm.models.shared_prefix import can_share_prefix, forward_after_prefix
 from residual_ebm.progress import QUIET, Progress
 from residual_ebm.randomness import uniform
-
-# Float32 copies of logits are made for this many numbers at a time: they stay in the cache.
-_LOGITS_AT_ONCE = 2**21
 
 
 @dataclass(frozen=True)
@@ -288,7 +285,7 @@ def _token_statistics(logits_BCV: Tensor, target_BC: Tensor) -> tuple[Tensor, Te
     logits_RV = logits_BCV.reshape(-1, logits_BCV.shape[-1])
     target_R = target_BC.reshape(-1)
     log_probs, entropies = [], []
-    rows_at_once = max(1, _LOGITS_AT_ONCE // logits_RV.shape[-1])
+    rows_at_once = max(1, LOGITS_AT_ONCE // logits_RV.shape[-1])
     for logits, target in zip(
         logits_RV.split(rows_at_once), target_R.split(rows_at_once), strict=True
     ):
