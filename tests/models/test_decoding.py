@@ -50,7 +50,7 @@ def plain_search(mass_V: Tensor, uniform_U: Tensor) -> Tensor:
 
 
 def draw_many(mass_V: Tensor, uniform_U: Tensor) -> Tensor:
-    return inverse_cdf(mass_V.expand(len(uniform_U), -1), uniform_U)
+    return inverse_cdf(mass_V.expand(len(uniform_U), -1), uniform_U)[0]
 
 
 @pytest.mark.parametrize("vocabulary", SIZES)
@@ -102,8 +102,8 @@ def test_each_token_gets_its_share_of_the_uniforms(vocabulary: int) -> None:
 def test_every_row_has_its_own_distribution_and_uniform() -> None:
     prob_NV = torch.from_numpy(np.random.default_rng(0).dirichlet(np.ones(300), 50)).float()
     uniform_N = torch.linspace(0, 1, 50, dtype=torch.float64)
-    alone = [int(inverse_cdf(prob_NV[i : i + 1], uniform_N[i : i + 1])) for i in range(50)]
-    assert inverse_cdf(prob_NV, uniform_N).tolist() == alone
+    alone = [int(inverse_cdf(prob_NV[i : i + 1], uniform_N[i : i + 1])[0]) for i in range(50)]
+    assert inverse_cdf(prob_NV, uniform_N)[0].tolist() == alone
     assert len(set(alone)) > 40
 
 
@@ -197,7 +197,7 @@ def test_top_p_outside_its_range_is_refused(top_p: float) -> None:
 def test_a_token_carries_both_its_log_probs() -> None:
     logits_NV = random_log_prob(500) + 3.0
     uniform_N = torch.linspace(0, 1, 500, dtype=torch.float64)
-    token_N, log_prob_N, proposal_N = draw_token(logits_NV, uniform_N, Truncation(top_k=2))
+    token_N, log_prob_N, proposal_N, _ = draw_token(logits_NV, uniform_N, Truncation(top_k=2))
     log_prob_NV = logits_NV.double().log_softmax(-1)
     best_N2, index_N2 = log_prob_NV.topk(2, dim=-1)
     assert (index_N2 == token_N[:, None]).any(-1).all()
@@ -209,7 +209,7 @@ def test_a_token_carries_both_its_log_probs() -> None:
 def test_log_probs_of_bfloat16_logits_are_not_rounded_again() -> None:
     logits_NV = random_log_prob(500).bfloat16()
     uniform_N = torch.linspace(0, 1, 500, dtype=torch.float64)
-    token_N, log_prob_N, proposal_N = draw_token(logits_NV, uniform_N, UNTRUNCATED)
+    token_N, log_prob_N, proposal_N, _ = draw_token(logits_NV, uniform_N, UNTRUNCATED)
     expected_N = logits_NV.double().log_softmax(-1).gather(1, token_N[:, None])[:, 0]
     assert torch.allclose(log_prob_N.double(), expected_N, atol=1e-6)
     assert torch.equal(proposal_N, log_prob_N)

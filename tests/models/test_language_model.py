@@ -13,7 +13,7 @@ from transformers import PreTrainedTokenizerFast
 
 from residual_ebm.config import ContinuationMode
 from residual_ebm.errors import UserError
-from residual_ebm.models import language_model as module
+from residual_ebm.models import vocabulary
 from residual_ebm.models.decoding import UNTRUNCATED, Decoded, Truncation
 from residual_ebm.models.language_model import LanguageModel, Samples
 
@@ -294,7 +294,7 @@ def test_few_logits_at_once_give_the_same_numbers(monkeypatch: pytest.MonkeyPatc
     ids_BT, _ = blocks_of(sample(lm, 20))
     whole = lm.features(ids_BT, len(PREFIX))
     for numbers_at_once in (1, 20, 7 * 33):
-        monkeypatch.setattr(module, "_LOGITS_AT_ONCE", numbers_at_once)
+        monkeypatch.setattr(vocabulary, "LOGITS_AT_ONCE", numbers_at_once)
         parts = lm.features(ids_BT, len(PREFIX))
         assert torch.allclose(parts.log_prob_BC, whole.log_prob_BC, atol=1e-6)
         assert torch.allclose(parts.entropy_BC, whole.entropy_BC, atol=1e-6)

@@ -11,6 +11,7 @@ V vocabulary, K chunks of the vocabulary.
 from collections.abc import Callable, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass
+from functools import partial
 from typing import Any, NamedTuple, cast
 
 import torch
@@ -19,11 +20,10 @@ from transformers import Cache, DynamicCache, PreTrainedModel
 
 from residual_ebm.errors import UserError
 from residual_ebm.models.shared_prefix import OwnTokens, can_share_prefix, shared_prefix
+from residual_ebm.models.vocabulary import entropy, few_rows_at_once, masses
 
 # Two levels of search: sums of this many neighbouring tokens, then the tokens of one chunk.
 _CHUNK = 256
-# Float32 copies of logits are made for this many numbers at a time: they stay in the cache.
-LOGITS_AT_ONCE = 2**21
 
 
 @dataclass(frozen=True)
@@ -59,19 +59,30 @@ class Decoded(NamedTuple):
     length_N: Tensor
     log_prob_NC: Tensor  # log P_LM of each token
     proposal_log_prob_NC: Tensor  # under the distribution it was drawn from
+    entropy_NC: Tensor  # of P_LM where the token was drawn
 
 
-def inverse_cdf(prob_NV: Tensor, uniform_N: Tensor) -> Tensor:
-    """The first token whose cumulative probability exceeds u; float64 sums, zero mass never drawn.
+class Drawn(NamedTuple):
+    """The next token of each row; log-probs and entropy as in `Decoded`."""
 
-    u = 0 gives the first token with mass, u = 1 the last: rounding cannot run off either end.
+    token_N: Tensor
+    log_prob_N: Tensor
+    proposal_log_prob_N: Tensor
+    entropy_N: Tensor
+
+
+def inverse_cdf(mass_NV: Tensor, uniform_N: Tensor) -> tuple[Tensor, Tensor]:
+    """The first token whose cumulative mass exceeds u times the total, and the total (float64).
+
+    u = 0 gives the first token with mass, u = 1 the last: rounding cannot run off either end, and
+    zero mass is never drawn.
     """
-    num_rows, vocabulary = prob_NV.shape
+    num_rows, vocabulary = mass_NV.shape
     padding = -vocabulary % _CHUNK
     if padding:
-        prob_NV = torch.nn.functional.pad(prob_NV, (0, padding))
-    prob_NKc = prob_NV.view(num_rows, -1, _CHUNK)
-    chunk_cdf_NK = prob_NKc.sum(-1, dtype=torch.float64).cumsum(-1)
+        mass_NV = torch.nn.functional.pad(mass_NV, (0, padding))
+    mass_NKc = mass_NV.view(num_rows, -1, _CHUNK)
+    chunk_cdf_NK = mass_NKc.sum(-1, dtype=torch.float64).cumsum(-1)
     total_N = chunk_cdf_NK[:, -1]
     target_N = uniform_N.to(torch.float64) * total_N
     chunk_N = _first_above(chunk_cdf_NK, target_N)
@@ -80,9 +91,9 @@ def inverse_cdf(prob_NV: Tensor, uniform_N: Tensor) -> Tensor:
         chunk_cdf_NK.gather(1, (chunk_N - 1).clamp(min=0)[:, None])[:, 0],
         torch.zeros_like(total_N),
     )
-    rows = torch.arange(num_rows, device=prob_NV.device)
-    cdf_Nc = prob_NKc[rows, chunk_N].cumsum(-1, dtype=torch.float64)
-    return chunk_N * _CHUNK + _first_above(cdf_Nc, target_N - before_N)
+    rows = torch.arange(num_rows, device=mass_NV.device)
+    cdf_Nc = mass_NKc[rows, chunk_N].cumsum(-1, dtype=torch.float64)
+    return chunk_N * _CHUNK + _first_above(cdf_Nc, target_N - before_N), total_N
 
 
 def _first_above(cdf_NK: Tensor, target_N: Tensor) -> Tensor:
@@ -107,42 +118,33 @@ def truncate(log_prob_NV: Tensor, truncation: Truncation) -> Tensor:
     return kept_NV.log_softmax(-1)
 
 
-def draw_token(
-    logits_NV: Tensor, uniform_N: Tensor, truncation: Truncation
-) -> tuple[Tensor, Tensor, Tensor]:
-    """A token for each row, its log-prob under P_LM, and under the truncated distribution."""
-    draw = _draw_truncated if truncation.describe() else _draw_untruncated
-    rows_at_once = max(1, LOGITS_AT_ONCE // logits_NV.shape[-1])
-    parts = [
-        draw(logits, uniform, truncation)
-        for logits, uniform in zip(
-            logits_NV.split(rows_at_once), uniform_N.split(rows_at_once), strict=True
-        )
-    ]
-    token_N, log_prob_N, proposal_N = (torch.cat(column) for column in zip(*parts, strict=True))
-    return token_N, log_prob_N, proposal_N
+def draw_token(logits_NV: Tensor, uniform_N: Tensor, truncation: Truncation) -> Drawn:
+    """A token for each row, from P_LM or what truncation leaves of it."""
+    draw = _draw_untruncated
+    if truncation.describe():
+        draw = partial(_draw_truncated, truncation=truncation)
+    return Drawn(*few_rows_at_once(draw, logits_NV, uniform_N))
 
 
-def _draw_untruncated(
-    logits_NV: Tensor, uniform_N: Tensor, _truncation: Truncation
-) -> tuple[Tensor, Tensor, Tensor]:
+def _draw_untruncated(logits_NV: Tensor, uniform_N: Tensor) -> Drawn:
     """One exponential a token; the masses need not add up to one to be drawn from."""
-    largest_N1 = logits_NV.amax(-1, keepdim=True).float()
-    mass_NV = (logits_NV.float() - largest_N1).exp_()
-    token_N = inverse_cdf(mass_NV, uniform_N)
-    logit_N1 = logits_NV.gather(1, token_N[:, None]).float()
-    log_prob_N = (logit_N1 - largest_N1)[:, 0] - mass_NV.sum(-1).log()
-    return token_N, log_prob_N, log_prob_N
+    these = masses(logits_NV)
+    token_N, total_N = inverse_cdf(these.mass_RV, uniform_N)
+    total_N = total_N.float()
+    log_prob_N = these.score_RV.gather(1, token_N[:, None])[:, 0] - total_N.log()
+    return Drawn(token_N, log_prob_N, log_prob_N, entropy(these, total_N))
 
 
-def _draw_truncated(
-    logits_NV: Tensor, uniform_N: Tensor, truncation: Truncation
-) -> tuple[Tensor, Tensor, Tensor]:
-    log_prob_NV = logits_NV.float().log_softmax(-1)
+def _draw_truncated(logits_NV: Tensor, uniform_N: Tensor, truncation: Truncation) -> Drawn:
+    these = masses(logits_NV)
+    total_N = these.mass_RV.sum(-1)
+    log_prob_NV = these.score_RV - total_N.log()[:, None]
     proposal_NV = truncate(log_prob_NV, truncation)
-    token_N = inverse_cdf(proposal_NV.exp(), uniform_N)
-    pick = token_N[:, None]
-    return token_N, log_prob_NV.gather(1, pick)[:, 0], proposal_NV.gather(1, pick)[:, 0]
+    token_N, _ = inverse_cdf(proposal_NV.exp(), uniform_N)
+    log_prob_N, proposal_N = (
+        table_NV.gather(1, token_N[:, None])[:, 0] for table_NV in (log_prob_NV, proposal_NV)
+    )
+    return Drawn(token_N, log_prob_N, proposal_N, entropy(these, total_N))
 
 
 @torch.inference_mode()
@@ -156,10 +158,8 @@ def decode(
     truncation: Truncation = UNTRUNCATED,
     end_of_text: int | None = None,
     padding: int = 0,
-    watch: Callable[[int, Tensor], None] | None = None,
 ) -> Decoded:
-    """Draw continuations; `uniform_at(step)` gives the N uniforms of a step, `watch(step, logits)`
-    is shown what each token is drawn from.
+    """Draw continuations; `uniform_at(step)` gives the N uniforms of a step.
 
     With `end_of_text`, a row that draws it is finished: the rest of the row is padding.
     """
@@ -171,28 +171,24 @@ def decode(
     logits_NV = logits_GV.repeat_interleave(samples_per_prefix, dim=0)
     num_rows, device = len(logits_NV), prefix_ids_GP.device
     ids_NC = torch.full((num_rows, num_tokens), padding, dtype=torch.int64, device=device)
-    log_prob_NC = torch.zeros(num_rows, num_tokens, device=device)
-    proposal_NC = torch.zeros_like(log_prob_NC)
+    log_prob_NC, proposal_NC, entropy_NC = torch.zeros(3, num_rows, num_tokens, device=device)
     length_N = torch.full((num_rows,), num_tokens, dtype=torch.int64, device=device)
     running_N = torch.ones(num_rows, dtype=torch.bool, device=device)
     for step in range(num_tokens):
         if step > 0:
             logits_NV = next_logits(ids_NC[:, step - 1 : step], step - 1)
-        if watch is not None:
-            watch(step, logits_NV)
-        token_N, log_prob_N, proposal_N = draw_token(
-            logits_NV, uniform_at(step).to(device), truncation
-        )
-        ids_NC[:, step] = torch.where(running_N, token_N, padding)
-        log_prob_NC[:, step] = torch.where(running_N, log_prob_N, 0.0)
-        proposal_NC[:, step] = torch.where(running_N, proposal_N, 0.0)
+        drawn = draw_token(logits_NV, uniform_at(step).to(device), truncation)
+        ids_NC[:, step] = torch.where(running_N, drawn.token_N, padding)
+        log_prob_NC[:, step] = torch.where(running_N, drawn.log_prob_N, 0.0)
+        proposal_NC[:, step] = torch.where(running_N, drawn.proposal_log_prob_N, 0.0)
+        entropy_NC[:, step] = torch.where(running_N, drawn.entropy_N, 0.0)
         if end_of_text is not None:
-            ended_N = running_N & (token_N == end_of_text)
+            ended_N = running_N & (drawn.token_N == end_of_text)
             length_N = torch.where(ended_N, step + 1, length_N)
             running_N = running_N & ~ended_N
             if not running_N.any():
                 break
-    return Decoded(ids_NC, length_N, log_prob_NC, proposal_NC)
+    return Decoded(ids_NC, length_N, log_prob_NC, proposal_NC, entropy_NC)
 
 
 def _steps(

@@ -6,7 +6,7 @@ Shapes: B blocks, T tokens of a block, P tokens of a prefix, C = T - P tokens of
 N samples, G prefixes, V vocabulary, H hidden size.
 """
 
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -21,10 +21,11 @@ from residual_ebm.assets.resolve import local_source
 from residual_ebm.config import Precision
 from residual_ebm.errors import UserError
 from residual_ebm.files.storage import fingerprint
-from residual_ebm.models.decoding import LOGITS_AT_ONCE, Decoded, Truncation, decode
+from residual_ebm.models.decoding import Decoded, Truncation, decode
 from residual_ebm.models.device import DTYPES, resolve_device, resolve_precision
 from residual_ebm.models.loading import context_length, load_pretrained, load_tokenizer
 from residual_ebm.models.shared_prefix import can_share_prefix, forward_after_prefix
+from residual_ebm.models.vocabulary import token_statistics
 from residual_ebm.progress import QUIET, Progress
 from residual_ebm.randomness import uniform
 
@@ -112,7 +113,7 @@ class LanguageModel:
     ) -> Tensor:
         """log P_LM(x_t | x_<t) of each token of the continuation, (B, T - p); 0 in the padding."""
         _, logits_BCV = self._forward(ids_BT, prefix_length)
-        log_prob_BC, _ = _token_statistics(logits_BCV, ids_BT[:, prefix_length:].to(self.device))
+        log_prob_BC, _ = token_statistics(logits_BCV, ids_BT[:, prefix_length:].to(self.device))
         return log_prob_BC * continuation_mask(ids_BT, prefix_length, length_B).to(self.device)
 
     @torch.inference_mode()
@@ -120,7 +121,7 @@ class LanguageModel:
         """Hidden states, embeddings, log-probs and entropies of the continuation's tokens."""
         target_BC = ids_BT[:, prefix_length:].to(self.device)
         hidden_BCH, logits_BCV = self._forward(ids_BT, prefix_length)
-        log_prob_BC, entropy_BC = _token_statistics(logits_BCV, target_BC)
+        log_prob_BC, entropy_BC = token_statistics(logits_BCV, target_BC)
         embedding_BCH = self.model.get_input_embeddings()(target_BC)
         return TokenFeatures(hidden_BCH, embedding_BCH, log_prob_BC, entropy_BC)
 
@@ -201,7 +202,6 @@ class LanguageModel:
         seed: int,
         truncation: Truncation,
         stop_at_end: bool,
-        watch: Callable[[int, Tensor], None] | None = None,
     ) -> Decoded:
         """The same samples of several equally long prefixes, decoded together."""
 
@@ -220,21 +220,14 @@ class LanguageModel:
             truncation=truncation,
             end_of_text=self.end_of_text if stop_at_end else None,
             padding=self.end_of_text,
-            watch=watch,
         )
 
     @torch.inference_mode()
     def sample_chunk_with_features(self, **arguments: Any) -> tuple[Decoded, TokenFeatures]:
         """`sample_chunk`, and what the network computed for each token while it was drawn."""
         hidden: list[Tensor] = []
-        entropy: list[Tensor] = []
-
-        def watch(_step: int, logits_NV: Tensor) -> None:
-            nothing_N = torch.zeros(len(logits_NV), dtype=torch.int64, device=logits_NV.device)
-            entropy.append(_token_statistics(logits_NV, nothing_N)[1])
-
         with self._states_captured(hidden):
-            decoded = self.sample_chunk(**arguments, watch=watch)
+            decoded = self.sample_chunk(**arguments)
         num_rows, num_tokens = decoded.ids_NC.shape
         hidden_NLH = _one_row_each([hidden[0][:, -1:], *hidden[1:]], num_rows)
         # Once every row has ended, the rest of the continuation is padding, which nobody reads.
@@ -243,7 +236,7 @@ class LanguageModel:
             torch.nn.functional.pad(hidden_NLH, (0, 0, 0, missing)),
             self.model.get_input_embeddings()(decoded.ids_NC),
             decoded.log_prob_NC,
-            torch.nn.functional.pad(torch.stack(entropy, 1), (0, missing)),
+            decoded.entropy_NC,
         )
 
     @contextmanager
@@ -278,24 +271,3 @@ def _one_row_each(parts: list[Tensor], num_rows: int) -> Tensor:
     """Pieces along the sequence, the first of them once a prefix, as rows of their own."""
     rows = [part.repeat_interleave(num_rows // len(part), dim=0) for part in parts]
     return torch.cat(rows, dim=1)
-
-
-def _token_statistics(logits_BCV: Tensor, target_BC: Tensor) -> tuple[Tensor, Tensor]:
-    """Log-prob of each target, entropy of each distribution: float32, some rows at a time."""
-    logits_RV = logits_BCV.reshape(-1, logits_BCV.shape[-1])
-    target_R = target_BC.reshape(-1)
-    log_probs, entropies = [], []
-    rows_at_once = max(1, LOGITS_AT_ONCE // logits_RV.shape[-1])
-    for logits, target in zip(
-        logits_RV.split(rows_at_once), target_R.split(rows_at_once), strict=True
-    ):
-        score_RV = logits.float()
-        score_RV -= score_RV.amax(-1, keepdim=True)
-        mass_RV = score_RV.exp()
-        total_R = mass_RV.sum(-1)
-        log_probs.append(score_RV.gather(1, target[:, None])[:, 0] - total_R.log())
-        # exp(-inf) x -inf is no number; a token that cannot come adds nothing.
-        expected_R = mass_RV.mul_(score_RV).nan_to_num_(nan=0.0).sum(-1)
-        entropies.append(total_R.log() - expected_R / total_R)
-    shape = target_BC.shape
-    return torch.cat(log_probs).view(shape), torch.cat(entropies).view(shape)
