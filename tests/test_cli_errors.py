@@ -514,6 +514,7 @@ def test_a_folder_that_is_not_a_model_is_refused(
     answer = _run(rebm, tmp_path / "run", set_options, *_FEW, *scratch, f"{field}={folder}")
     fault = fault_of(*answer)
     assert fault.startswith(f"rebm: {field} = {folder}: is not a model folder")
+    assert not (tmp_path / "run" / "language_models").exists()
     assert_nothing_half_written(tmp_path / "run")
 
 
@@ -535,7 +536,7 @@ def test_an_encoder_with_a_short_context_is_refused_before_it_is_trained(
     fault = fault_of(*answer)
     assert fault.startswith(f"rebm: energies.bit.source = {encoder}: has a context of {context}")
     assert "lower block.length" in fault
-    assert not (tmp_path / "run" / "energies" / "bit.training").exists()
+    assert not (tmp_path / "run" / "language_models").exists()  # hours before its turn
 
 
 def test_more_negatives_than_are_stored_are_refused(

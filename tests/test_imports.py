@@ -33,7 +33,7 @@ def layer_of(part: str) -> int:
     for number, names in enumerate(LAYERS):
         if part in names:
             return number
-    raise AssertionError(f"{part} has no place in the layers of design.md; give it one here")
+    raise AssertionError(f"{part} has no place among the layers; give it one here")
 
 
 def imported(path: Path) -> Iterator[tuple[str, int]]:

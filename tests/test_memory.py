@@ -1,4 +1,4 @@
-"""Proposals of one prefix are streamed: memory does not grow with their number (trap 13)."""
+"""Proposals of one prefix are streamed: memory does not grow with their number."""
 
 import json
 import subprocess

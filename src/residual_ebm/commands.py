@@ -89,7 +89,7 @@ def _run_name(recipe: Recipe, overrides: list[str]) -> str:
     """A changed recipe gets a run of its own beside the plain one."""
     if not overrides:
         return recipe.name
-    digest = hashlib.sha256("\n".join(overrides).encode()).hexdigest()
+    digest = hashlib.sha256("\n".join(sorted(overrides)).encode()).hexdigest()
     return f"{recipe.name}-{digest[:6]}"
 
 

@@ -109,7 +109,7 @@ class CorpusConfig(Section):
 
 
 class TokenizerConfig(Section):
-    source: str = SCRATCH  # or a hub name, or a folder
+    source: str = SCRATCH  # or asset:NAME, a hub name, a folder
     kind: Literal["word", "bpe"] = "bpe"
     vocab_size: Annotated[int, Field(ge=8)] = 8192
 
@@ -210,7 +210,8 @@ class HeadConfig(Section):
 
 
 class EnergyConfig(Section):
-    """`source`: lm:NAME for unit; encoder:NAME, a hub name or a folder for bit; none for heat."""
+    """`source`: lm:NAME for unit, encoder:NAME for bit; asset:NAME, a hub name or a folder for
+    both; none for heat."""
 
     name: Name
     kind: EnergyKind
@@ -219,6 +220,11 @@ class EnergyConfig(Section):
     head: HeadConfig | None = None
     negatives_per_positive: Count = 1
     training: TrainingConfig
+
+    @property
+    def is_pretrained(self) -> bool:
+        """Whether its network was trained elsewhere."""
+        return (self.source or "lm:").partition(":")[0] not in ("lm", "encoder")
 
     @model_validator(mode="after")
     def _source_fits_kind(self) -> Self:
@@ -232,7 +238,7 @@ class EnergyConfig(Section):
             self.source is None or scheme in {"lm", "encoder"} - {needed.partition(":")[0]}
         ):
             raise refusal(
-                f"{self.kind} starts from {needed}, a hub name or a folder",
+                f"{self.kind} starts from {needed}, asset:NAME, a hub name or a folder",
                 at="source",
                 value=self.source,
             )

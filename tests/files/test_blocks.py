@@ -116,7 +116,7 @@ def test_until_end_by_hand() -> None:
 def test_until_end_stops_at_an_end_inside_a_document() -> None:
     """Text may spell out end-of-text, which a tokenizer reads as the token itself.
 
-    Samples never go on behind it, so a positive that did would be told by that alone (trap 2).
+    Samples never go on behind it, so a positive that did would be told by that alone.
     """
     documents = [[1, 2, 3, END, 5, 6, 7, 8]]
     blocks = cut_blocks(documents, block_config(2, 4, "until_end"), END)

@@ -14,6 +14,7 @@ from residual_ebm.errors import UserError
 from residual_ebm.files.log_weights import (
     REAL,
     RealContinuations,
+    claim_log_weights,
     read_log_weights,
     read_real,
     write_log_weights,
@@ -86,3 +87,19 @@ def test_real_continuations_round_trip(tmp_path: Path) -> None:
 def test_missing_file_is_a_user_error(tmp_path: Path) -> None:
     with pytest.raises(UserError, match="is missing"):
         read_real(tmp_path / REAL)
+
+
+def test_log_weights_belong_to_one_energy(tmp_path: Path) -> None:
+    folder = tmp_path / "heat" / "test"
+    claim_log_weights(folder, "one")
+    write_shards(folder, np.zeros(3, int), np.zeros(3), 3)
+    claim_log_weights(folder, "one")
+    with pytest.raises(UserError, match="are of another energy; delete them"):
+        claim_log_weights(folder, "other")
+
+
+def test_log_weights_of_nobody_are_refused(tmp_path: Path) -> None:
+    write_shards(tmp_path, np.zeros(3, int), np.zeros(3), 3)
+    with pytest.raises(UserError, match="are of another energy"):
+        claim_log_weights(tmp_path, "one")
+    assert not (tmp_path / "owner.json").exists()

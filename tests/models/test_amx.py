@@ -4,6 +4,7 @@ import os
 import signal
 import subprocess
 import sys
+import time
 from collections.abc import Callable
 
 import pytest
@@ -74,6 +75,15 @@ def test_limit_is_the_last_resort(
     amx.mend_amx()
     assert os.environ.get("ONEDNN_MAX_CPU_ISA") == limit
     monkeypatch.delenv("ONEDNN_MAX_CPU_ISA", raising=False)
+
+
+def test_a_child_that_hangs_is_not_waited_for(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(amx, "_PATIENCE", 0.2)
+    begun = time.monotonic()
+    assert not amx._survives(lambda: time.sleep(60))
+    assert time.monotonic() - begun < 30
+    with pytest.raises(ChildProcessError):
+        os.waitpid(-1, 0)  # it is gone, not left behind
 
 
 def test_a_limit_of_the_user_is_left_alone(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -350,10 +350,12 @@ def test_a_context_too_short_for_real_blocks_is_refused_beforehand(name: str) ->
     energy = energy_model(name)
     assert isinstance(energy.network, TransformerEnergy)
     context = energy.network.backbone.config.max_position_embeddings
+    bridge = energy._bridge
+    assert bridge is not None
     ids_1T = torch.full((1, context + 1), 3)
     with pytest.raises(UserError, match=f"e.source = x: has a context of {context}, but a block"):
-        energy.check_context(ids_1T, torch.tensor([context + 1]), "e.source", "x")
-    energy.check_context(ids_1T[:, :6], torch.tensor([6]), "e.source", "x")
+        bridge.check_context(ids_1T, torch.tensor([context + 1]), "e.source", "x")
+    bridge.check_context(ids_1T[:, :6], torch.tensor([6]), "e.source", "x")
 
 
 def test_a_sample_too_long_in_the_energys_tokens_loses_its_beginning_only() -> None:

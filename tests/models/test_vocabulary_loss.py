@@ -4,6 +4,7 @@ import pytest
 import torch
 import toys
 from torch import Tensor
+from transformers import AutoModelForCausalLM, Gemma2Config, GraniteConfig, PretrainedConfig
 
 from residual_ebm.models import vocabulary_loss
 from residual_ebm.models.vocabulary_loss import next_token_loss
@@ -29,6 +30,27 @@ def test_loss_and_gradients(
         if parameter.grad is not None:
             torch.testing.assert_close(parameter.grad, gradients.pop(name), rtol=1e-3, atol=1e-4)
     assert not gradients
+
+
+@pytest.mark.parametrize(
+    ("config_class", "changes"),
+    [(Gemma2Config, {"final_logit_softcapping": 0.5}), (GraniteConfig, {"logits_scaling": 3.0})],
+)
+def test_logits_that_are_changed_after_the_last_layer(
+    config_class: type[PretrainedConfig], changes: dict[str, float]
+) -> None:
+    torch.manual_seed(0)
+    sizes = {"vocab_size": 7, "hidden_size": 8, "intermediate_size": 8, "num_hidden_layers": 1}
+    heads = {"num_attention_heads": 2, "num_key_value_heads": 1, "head_dim": 4}
+    model = AutoModelForCausalLM.from_config(
+        config_class(**sizes, **heads, **changes, pad_token_id=0)
+    )
+    with torch.no_grad():
+        model.get_output_embeddings().weight.mul_(50)
+    ids_BT = torch.randint(0, 7, (3, 9), generator=torch.Generator().manual_seed(0))
+    logits_RV = model(ids_BT).logits[:, :-1].flatten(0, 1)
+    expected = torch.nn.functional.cross_entropy(logits_RV, ids_BT[:, 1:].flatten())
+    torch.testing.assert_close(next_token_loss(model, ids_BT), expected, rtol=1e-5, atol=1e-6)
 
 
 def test_bfloat16_products_give_nearly_the_same_loss() -> None:

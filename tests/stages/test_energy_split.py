@@ -1,4 +1,4 @@
-"""An `energy` split is hidden from the language model and feeds the energies (trap 6)."""
+"""An `energy` split is hidden from the language model and feeds the energies."""
 
 from pathlib import Path
 

@@ -1,4 +1,4 @@
-"""No seam between positives and negatives (trap 2 of the design).
+"""No seam between positives and negatives.
 
 Positives are written as a shard of negatives and read by the real loader: no energy can tell the
 two classes. With a planted seam it can, so the first result is worth something.

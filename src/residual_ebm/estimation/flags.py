@@ -1,4 +1,4 @@
-"""What a joint model's diagnostics say, in plain words (traps 7 and 8 of the design).
+"""What a joint model's diagnostics say, in plain words.
 
 A flag is a reason not to quote the number as it stands. No flags means that none of the known
 signs of trouble were seen, not that the number is right.

@@ -1,4 +1,4 @@
-"""Perplexity of P_LM and of the joint model on the same prefixes (section 3.2; traps 5 to 9).
+"""Perplexity of P_LM and of the joint model on the same prefixes (section 3.2).
 
 For each prefix: bounds of log Z, then bounds of log P = lm_log_prob - E - log Z; then, over all
 prefixes, perplexity = exp(-sum log P / sum tokens). The upper bound of log Z gives the upper

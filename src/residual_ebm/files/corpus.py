@@ -4,9 +4,9 @@ A corpus comes from a file, a folder, a grammar (`grammar:small`) or the Hugging
 
     hf:NAME    hf:OWNER/NAME    hf:OWNER/NAME/CONFIG    each with :SPLIT behind it, else train
 
-One slash is always OWNER/NAME; a configuration of a dataset needs its owner in front. Documents,
-not windows, are split (design, trap 5), so each has a name that is stable and its own. A folder or
-a dataset of the hub may come with its own split.
+One slash is always OWNER/NAME; a configuration of a dataset needs its owner in front. Documents are
+split, not windows, which are not independent within a document; so each document has a name that is
+stable and its own. A folder or a dataset of the hub may come with its own split.
 """
 
 import math
@@ -217,8 +217,8 @@ def _from_disk(path: str, text_column: str, notes: list[str]) -> Iterator[tuple[
 
 
 def _no_such_path(path: str) -> UserError:
-    remedy = "no such file or folder; name a text file, a folder, hf:OWNER/NAME or grammar:small"
-    return UserError("corpus.path", path, remedy)
+    places = "a text file, a folder, asset:NAME, hf:OWNER/NAME or grammar:small"
+    return UserError("corpus.path", path, f"no such file or folder; name {places}")
 
 
 def _from_files(

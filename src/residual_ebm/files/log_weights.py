@@ -10,9 +10,11 @@ from pathlib import Path
 import numpy as np
 import pyarrow as pa
 
-from residual_ebm.files.storage import read_table, write_table
+from residual_ebm.errors import UserError
+from residual_ebm.files.storage import read_json, read_table, write_json, write_table
 
 REAL = "real.arrow"
+_OWNER = "owner.json"
 
 
 @dataclass(frozen=True)
@@ -24,6 +26,17 @@ class RealContinuations:
     num_tokens_P: np.ndarray
     lm_log_prob_P: np.ndarray
     log_weight_P: np.ndarray
+
+
+def claim_log_weights(folder: Path, energy: str) -> None:
+    """Log-weights in this folder are of the energy with this fingerprint, and of no other."""
+    owner = folder / _OWNER
+    if not owner.exists() and not any(folder.glob("*.arrow")):
+        write_json(owner, {"energy": energy})
+    if not owner.exists() or read_json(owner, has="energy")["energy"] != energy:
+        raise UserError(
+            "log_weights", str(folder), "are of another energy; delete them and run again"
+        )
 
 
 def write_real(path: Path, real: RealContinuations) -> None:

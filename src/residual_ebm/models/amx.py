@@ -19,6 +19,7 @@ import platform
 import resource
 import signal
 import sys
+import time
 import warnings
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -28,6 +29,7 @@ import torch
 
 _LIMIT = "ONEDNN_MAX_CPU_ISA"
 _BELOW_AMX = "AVX512_CORE_FP16"
+_PATIENCE = 30.0  # seconds, for what takes a fraction of one
 
 _SYS_ARCH_PRCTL, _ARCH_CPUID_SET = 158, 0x1012
 _CPUID = b"\x0f\xa2"
@@ -109,8 +111,20 @@ def _survives(work: Callable[[], None]) -> bool:
             survived = 0
         finally:
             os._exit(survived)  # never back into the parent's program
-    _, status = os.waitpid(child, 0)
-    return status == 0
+    return _wait(child) == 0
+
+
+def _wait(child: int) -> int | None:
+    """Its exit status; a child that hangs, as a fork beside other threads may, has not survived."""
+    deadline = time.monotonic() + _PATIENCE
+    while time.monotonic() < deadline:
+        finished, status = os.waitpid(child, os.WNOHANG)
+        if finished:
+            return status
+        time.sleep(0.002)
+    os.kill(child, signal.SIGKILL)
+    os.waitpid(child, 0)
+    return None
 
 
 class _SigAction(ctypes.Structure):

@@ -17,7 +17,13 @@ from transformers import AutoModel, PreTrainedModel, PreTrainedTokenizerFast
 
 from residual_ebm.config import ContinuationMode, EnergyKind, HeadConfig, Precision
 from residual_ebm.errors import UserError
-from residual_ebm.files.storage import check_manifest, new_folder, read_json, write_json
+from residual_ebm.files.storage import (
+    check_manifest,
+    fingerprint,
+    new_folder,
+    read_json,
+    write_json,
+)
 from residual_ebm.models.device import DTYPES, resolve_precision
 from residual_ebm.models.energy_inputs import TextBridge
 from residual_ebm.models.energy_networks import HeadEnergy, TransformerEnergy
@@ -56,6 +62,7 @@ class EnergyModel:
         self.info = info
         self.language_model = language_model
         self.tokenizer = tokenizer
+        self.fingerprint = ""  # of the folder it came from
         self._bridge: TextBridge | None = None
         if isinstance(network, TransformerEnergy):
             assert tokenizer is not None
@@ -110,6 +117,7 @@ class EnergyModel:
             energy = cls.from_backbone(backbone, tokenizer, info, language_model)
             energy.network.scalar.load_state_dict(load_file(folder / _HEAD))
         energy.network.to(DTYPES[resolve_precision(precision, language_model.device.type)])
+        energy.fingerprint = fingerprint(folder)
         return energy
 
     def save_pretrained(self, folder: Path, training: dict[str, Any] | None = None) -> None:
@@ -128,20 +136,6 @@ class EnergyModel:
             )
             write_json(temporary / _INFO, asdict(self.info))
             write_json(temporary / "training.json", training or {})
-
-    def check_context(self, ids_BT: Tensor, length_B: Tensor, field: str, source: object) -> None:
-        """Refuse a network that cannot read these blocks whole, before hours go into it."""
-        if self._bridge is None or not isinstance(self.network, TransformerEnergy):
-            return
-        context = context_length(self.network.backbone.config)
-        longest = self._bridge.longest(ids_BT, length_B)
-        if context is not None and longest > context:
-            raise UserError(
-                field,
-                source,
-                f"has a context of {context}, but a block has {longest} of its tokens; lower"
-                " block.length or choose another",
-            )
 
     @property
     def num_parameters(self) -> int:

@@ -1,4 +1,4 @@
-"""The bridge from blocks of the LM's ids to what an energy network reads (trap 3 of the design).
+"""The bridge from blocks of the LM's ids to what an energy network reads.
 
 Same vocabulary: the ids as they are. Different vocabularies: E is a function of the decoded text of
 the whole block, decoded once and encoded by the network's own tokenizer. Positives and negatives
@@ -90,11 +90,20 @@ class TextBridge:
             mask_BL[row, : len(ids)] = 1
         return TextInputs(ids_BL, mask_BL)
 
-    def longest(self, ids_BT: Tensor, length_B: Tensor | None) -> int:
-        """Tokens of the energy's own in the longest of these blocks."""
-        if self.same:
-            return ids_BT.shape[1]
-        return max(len(ids) for ids in self._encode(ids_BT, length_B))
+    def check_context(self, ids_BT: Tensor, length_B: Tensor, field: str, source: str) -> None:
+        """Refuse a network that cannot read these blocks whole."""
+        if self._context_length is None:
+            return
+        longest = ids_BT.shape[1]
+        if not self.same:
+            longest = max(len(ids) for ids in self._encode(ids_BT, length_B))
+        if longest > self._context_length:
+            raise UserError(
+                field,
+                source,
+                f"has a context of {self._context_length}, but a block has {longest} of its"
+                " tokens; lower block.length or choose another",
+            )
 
     def _encode(self, ids_BT: Tensor, length_B: Tensor | None) -> list[list[int]]:
         texts = decode_blocks(self._from, ids_BT, length_B, self._separator)

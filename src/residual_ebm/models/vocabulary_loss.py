@@ -8,6 +8,7 @@ Shapes: R rows (tokens to predict), H hidden size, V vocabulary.
 """
 
 from typing import Any
+from weakref import WeakKeyDictionary
 
 import torch
 from torch import Tensor, nn
@@ -34,12 +35,23 @@ def next_token_loss(model: PreTrainedModel, ids_BT: Tensor) -> Tensor:
     return loss
 
 
+_known: WeakKeyDictionary[PreTrainedModel, bool] = WeakKeyDictionary()
+
+
 def _plain_logits(model: PreTrainedModel) -> bool:
-    """Some models scale or cap their logits after the last layer."""
-    config = model.config
-    return not any(
-        getattr(config, key, None) for key in ("final_logit_softcapping", "logits_scaling")
-    ) and getattr(config, "logit_scale", None) in (None, 1.0)
+    """Whether logits are what leaves the last layer: some models scale or cap them. Tried once."""
+    if model not in _known:
+        left: list[Tensor] = []
+        last = model.get_output_embeddings()
+        handle = last.register_forward_hook(lambda _module, _inputs, output: left.append(output))
+        two_tokens = torch.zeros(1, 2, dtype=torch.int64, device=model.device)
+        try:
+            with torch.no_grad():
+                logits = model(two_tokens, use_cache=False).logits
+        finally:
+            handle.remove()
+        _known[model] = len(left) == 1 and torch.equal(logits.float(), left[0].float())
+    return _known[model]
 
 
 def _product_type(hidden: Tensor) -> torch.dtype:

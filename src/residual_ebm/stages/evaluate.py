@@ -82,11 +82,9 @@ def run(recipe: Recipe, run_dir: RunDirectory, progress: Progress = QUIET) -> No
 
 
 def _pretrained(recipe: Recipe) -> list[str]:
-    """Models that were trained elsewhere, perhaps on the evaluated text itself (trap 15)."""
+    """Models that were trained elsewhere, perhaps on the evaluated text itself."""
     sources = [model.source for model in recipe.language_models if model.source != SCRATCH]
-    for energy in recipe.energies:
-        if energy.source and energy.source.partition(":")[0] not in ("lm", "encoder"):
-            sources.append(energy.source)
+    sources += [str(energy.source) for energy in recipe.energies if energy.is_pretrained]
     return list(dict.fromkeys(sources))
 
 
@@ -102,7 +100,7 @@ def _language_model_row(recipe: Recipe, name: str, run_dir: RunDirectory) -> dic
         run_dir.language_model(name), precision=recipe.precision, device=recipe.device
     )
     row: dict[str, Any] = {"name": name, "parameters": language_model.num_parameters}
-    # Train beside test: the gap between them is what the LM has memorised (trap 6).
+    # Train beside test: the gap between them is what the LM has memorised.
     for split in ("train", *SPLITS):
         blocks, block_P = evaluation_prefixes(recipe, run_dir, split)
         part = blocks.select(block_P)

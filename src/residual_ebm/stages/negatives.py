@@ -1,7 +1,7 @@
 """Negatives: continuations of training and validation prefixes, drawn once from P_LM.
 
 With an `energy` split the prefixes come from documents the language model never saw: its residual
-on text it has memorised is not its residual on new text (trap 6).
+on text it has memorised is not its residual on new text.
 """
 
 import functools
@@ -12,7 +12,7 @@ from residual_ebm.config import Recipe
 from residual_ebm.files.blocks import Blocks, choose_blocks, read_blocks
 from residual_ebm.files.run_directory import RunDirectory
 from residual_ebm.progress import QUIET, Progress
-from residual_ebm.stages.sampling import Drawing, draw_missing
+from residual_ebm.stages.sampling import Drawing, draw_missing, note_missing_prefixes
 
 SENTENCE = "Drawing negatives from {name}: what the energy learns to tell from real text"
 SPLITS = ("train", "validation")
@@ -29,7 +29,7 @@ def run(recipe: Recipe, run_dir: RunDirectory, progress: Progress = QUIET) -> No
         purpose="negatives",
         sentence=SENTENCE,
         splits=SPLITS,
-        prefixes=functools.partial(_prefixes, recipe, run_dir, progress),
+        prefixes=functools.partial(training_prefixes, recipe, run_dir, progress=progress),
         num_samples=recipe.negatives.samples_per_prefix,
         sampling=recipe.negatives,
         folder=run_dir.negatives,
@@ -37,12 +37,12 @@ def run(recipe: Recipe, run_dir: RunDirectory, progress: Progress = QUIET) -> No
     draw_missing(recipe, run_dir, drawing, progress)
 
 
-def _prefixes(
-    recipe: Recipe, run_dir: RunDirectory, progress: Progress, split: str
+def training_prefixes(
+    recipe: Recipe, run_dir: RunDirectory, split: str, progress: Progress = QUIET
 ) -> tuple[Blocks, np.ndarray]:
+    """The blocks that energies learn from or are validated on, and the numbers of those chosen."""
     config = recipe.negatives
     count = {"train": config.num_prefixes, "validation": config.num_validation_prefixes}[split]
     blocks = read_blocks(run_dir.blocks / f"{source_split(run_dir, split)}.arrow")
-    if len(blocks) < count:
-        progress.note(f"{split}: {count} prefixes wanted, {len(blocks)} there are")
+    note_missing_prefixes(split, count, len(blocks), progress)
     return blocks, choose_blocks(len(blocks), count, recipe.seed, f"negatives-{split}")

@@ -38,6 +38,8 @@ def run_all(recipe: Recipe, run_dir: RunDirectory, progress: Progress = QUIET) -
     for name, stage in STAGES.items():
         with run_dir.timed(name):
             stage(recipe, run_dir, progress)
+        if name == "prepare":
+            train_energy.check_pretrained(recipe, run_dir)
     results: dict[str, Any] = read_json(run_dir.results)
     return results
 

@@ -15,14 +15,14 @@ from residual_ebm.files.storage import is_complete
 from residual_ebm.models.energy import EnergyModel
 from residual_ebm.models.language_model import LanguageModel
 from residual_ebm.progress import QUIET, Progress
-from residual_ebm.stages.sampling import Drawing, draw_missing
+from residual_ebm.stages.sampling import Drawing, draw_missing, note_missing_prefixes
 
 SENTENCE = "Drawing proposals from {name}: what Z is estimated with and samples are chosen from"
 SPLITS = ("validation", "test")
 
 
 def evaluation_prefixes(
-    recipe: Recipe, run_dir: RunDirectory, split: str
+    recipe: Recipe, run_dir: RunDirectory, split: str, progress: Progress = QUIET
 ) -> tuple[Blocks, np.ndarray]:
     """The blocks of a split and the numbers of those evaluated: the same for every model."""
     config = recipe.proposals
@@ -32,6 +32,7 @@ def evaluation_prefixes(
         "train": config.num_test_prefixes,
     }[split]
     blocks = read_blocks(run_dir.blocks / f"{split}.arrow")
+    note_missing_prefixes(split, count, len(blocks), progress)
     return blocks, choose_blocks(len(blocks), count, recipe.seed, f"evaluation-{split}")
 
 
@@ -40,7 +41,7 @@ def run(recipe: Recipe, run_dir: RunDirectory, progress: Progress = QUIET) -> No
         purpose="proposals",
         sentence=SENTENCE,
         splits=SPLITS,
-        prefixes=functools.partial(evaluation_prefixes, recipe, run_dir),
+        prefixes=functools.partial(evaluation_prefixes, recipe, run_dir, progress=progress),
         num_samples=recipe.proposals.num_samples,
         sampling=recipe.proposals,
         folder=run_dir.proposals,

@@ -12,7 +12,7 @@ import torch
 from residual_ebm.config import BlockConfig, Recipe, SamplingConfig
 from residual_ebm.estimation.importance import log_weight
 from residual_ebm.files.blocks import Blocks
-from residual_ebm.files.log_weights import write_log_weights
+from residual_ebm.files.log_weights import claim_log_weights, write_log_weights
 from residual_ebm.files.run_directory import RunDirectory
 from residual_ebm.files.samples import (
     Chunk,
@@ -78,6 +78,11 @@ def draw_missing(
             )
 
 
+def note_missing_prefixes(split: str, wanted: int, available: int, progress: Progress) -> None:
+    if available < wanted:
+        progress.note(f"{split}: {wanted} prefixes wanted, {available} there are")
+
+
 def draw_samples(
     language_model: LanguageModel,
     blocks: Blocks,
@@ -99,6 +104,8 @@ def draw_samples(
     """
     shards = plan_shards(len(block_P), num_samples, sampling)
     missing = [number for number in range(len(shards)) if not shard_path(folder, number).exists()]
+    for head_folder, energy in heads.items():
+        claim_log_weights(head_folder, energy.fingerprint)
     with progress.bar(label, len(shards), len(shards) - len(missing)) as bar:
         for number in missing:
             parts = [

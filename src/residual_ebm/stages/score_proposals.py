@@ -6,7 +6,13 @@ import torch
 from residual_ebm.config import EnergyConfig, Recipe
 from residual_ebm.estimation.importance import log_weight
 from residual_ebm.files.blocks import Blocks
-from residual_ebm.files.log_weights import REAL, RealContinuations, write_log_weights, write_real
+from residual_ebm.files.log_weights import (
+    REAL,
+    RealContinuations,
+    claim_log_weights,
+    write_log_weights,
+    write_real,
+)
 from residual_ebm.files.run_directory import RunDirectory
 from residual_ebm.files.samples import SampleRows, open_samples, read_rows
 from residual_ebm.files.storage import is_complete, write_manifest
@@ -41,6 +47,7 @@ def score_proposals(
 ) -> None:
     """Fill log_weights/ENERGY/SPLIT, one file for each shard of proposals."""
     folder = run_dir.log_weights(config.name, split)
+    claim_log_weights(folder, energy.fingerprint)
     if is_complete(folder):
         return
     name = recipe.language_model_of(config)

@@ -19,14 +19,14 @@ from residual_ebm.models.device import resolve_device, use_recipe_threads
 from residual_ebm.models.energy_inputs import TextBridge, TextInputs, decode_blocks
 from residual_ebm.models.loading import context_length, load_tokenizer
 from residual_ebm.models.masking import mask_tokens
-from residual_ebm.models.training import History, batch_indices, forget_training, train
+from residual_ebm.models.training import History, batch_indices, forget_training
 from residual_ebm.progress import QUIET, Progress
 from residual_ebm.randomness import generator, torch_seed
 from residual_ebm.stages.training_run import (
     build_architecture,
     build_model,
     resume_folder,
-    training_log,
+    train_in_run,
 )
 
 SENTENCE = "Training the encoder {name} by masked-language modelling"
@@ -135,16 +135,16 @@ def _train(
             total += loss_of(part, start, "validation_mask").item() * len(part)
         return {"loss": total / count}
 
-    return train(
+    return train_in_run(
+        run_dir,
+        "train-encoder",
+        run_dir.encoder(config.name),
         model,
         training,
         loss_at=loss_at,
         validate=validate,
         seed=recipe.seed,
-        folder=resume_folder(run_dir.encoder(config.name)),
-        log=training_log(run_dir, "train-encoder", config.name),
         progress=progress,
-        label=config.name,
     )
 
 

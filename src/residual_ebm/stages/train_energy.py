@@ -14,7 +14,7 @@ from dataclasses import dataclass
 import numpy as np
 import torch
 from torch import Tensor
-from transformers import AutoModel, AutoModelForMaskedLM, PreTrainedModel
+from transformers import AutoModel, AutoModelForMaskedLM, PreTrainedModel, PreTrainedTokenizerFast
 
 from residual_ebm.config import BlockConfig, EnergyConfig, HeadConfig, Recipe
 from residual_ebm.errors import UserError
@@ -25,14 +25,15 @@ from residual_ebm.files.samples import SampleSet, join_rows, open_samples
 from residual_ebm.files.storage import check_manifest, is_complete
 from residual_ebm.models.device import use_recipe_threads
 from residual_ebm.models.energy import EnergyInfo, EnergyModel
+from residual_ebm.models.energy_inputs import TextBridge
 from residual_ebm.models.kept_features import KeptFeatures
 from residual_ebm.models.language_model import LanguageModel
-from residual_ebm.models.loading import load_pretrained, load_tokenizer
-from residual_ebm.models.training import History, batch_indices, forget_training, train
+from residual_ebm.models.loading import context_length, load_pretrained, load_tokenizer
+from residual_ebm.models.training import History, batch_indices, forget_training
 from residual_ebm.progress import QUIET, Progress
 from residual_ebm.randomness import generator, torch_seed
-from residual_ebm.stages.negatives import source_split
-from residual_ebm.stages.training_run import resume_folder, training_log
+from residual_ebm.stages.negatives import source_split, training_prefixes
+from residual_ebm.stages.training_run import resume_folder, train_in_run
 
 SENTENCE = "Training the energy {name} ({kind}) to tell real continuations from {model}'s"
 
@@ -103,14 +104,6 @@ def _make(recipe: Recipe, config: EnergyConfig, run_dir: RunDirectory, progress:
         samples = open_samples(run_dir.negatives(name, split), language_model.fingerprint)
         contrasts[split] = read_contrast(blocks, samples, recipe.block)
     energy = _initial_energy(recipe, config, run_dir, language_model)
-    for contrast in contrasts.values():
-        real = contrast.positives
-        energy.check_context(
-            torch.from_numpy(real.ids_BT),
-            torch.from_numpy(real.length_B),
-            f"energies.{config.name}.source",
-            config.source,
-        )
     history = train_nce(
         energy,
         config,
@@ -144,14 +137,39 @@ def _initial_energy(
     with torch_seed(recipe.seed, "energy", config.name):
         if config.kind == "heat":
             return EnergyModel.new_head(config.head or HeadConfig(), info, language_model)
-        source = _backbone_source(config, run_dir)
-        field = f"energies.{config.name}.source"
-        # A masked LM's folder also loads as its bare encoder; its vocabulary layer is left behind.
-        backbone = load_pretrained(AutoModel, source, field, dtype=torch.float32)
-        _check_direction(backbone, config, field)
-        return EnergyModel.from_backbone(
-            backbone, load_tokenizer(source, field), info, language_model
+        backbone, tokenizer = _load_backbone(recipe, config, run_dir)
+        return EnergyModel.from_backbone(backbone, tokenizer, info, language_model)
+
+
+def check_pretrained(recipe: Recipe, run_dir: RunDirectory) -> None:
+    """Refuse a network that cannot be an energy before hours go into its negatives."""
+    for config in recipe.energies:
+        if config.is_pretrained and not is_complete(run_dir.energy(config.name)):
+            _load_backbone(recipe, config, run_dir)
+
+
+def _load_backbone(
+    recipe: Recipe, config: EnergyConfig, run_dir: RunDirectory
+) -> tuple[PreTrainedModel, PreTrainedTokenizerFast]:
+    """The network that becomes an energy, able to read the blocks, and its tokenizer."""
+    source = _backbone_source(config, run_dir)
+    field = f"energies.{config.name}.source"
+    # A masked LM's folder also loads as its bare encoder; its vocabulary layer is left behind.
+    backbone = load_pretrained(AutoModel, source, field, dtype=torch.float32)
+    _check_direction(backbone, config, field)
+    tokenizer = load_tokenizer(source, field)
+    own = load_tokenizer(str(run_dir.blocks / "tokenizer"), "tokenizer")
+    bridge = TextBridge(own, tokenizer, context_length(backbone.config))
+    for split in ("train", "validation"):
+        blocks, block_P = training_prefixes(recipe, run_dir, split)
+        real = blocks.select(block_P)
+        bridge.check_context(
+            torch.from_numpy(real.ids_BT),
+            torch.from_numpy(real.length_B),
+            field,
+            str(config.source),
         )
+    return backbone, tokenizer
 
 
 def _check_direction(backbone: PreTrainedModel, config: EnergyConfig, field: str) -> None:
@@ -221,16 +239,16 @@ def train_nce(
             "accuracy": nce_accuracy(positive, negative).item(),
         }
 
-    return train(
+    return train_in_run(
+        run_dir,
+        "train-energy",
+        run_dir.energy(config.name),
         energy.network,
         training,
         loss_at=loss_at,
         validate=validate,
         seed=seed,
-        folder=resume_folder(run_dir.energy(config.name)),
-        log=training_log(run_dir, "train-energy", config.name),
         progress=progress,
-        label=config.name,
     )
 
 

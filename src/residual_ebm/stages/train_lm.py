@@ -17,7 +17,7 @@ from residual_ebm.models.device import quick_backward, resolve_device, use_recip
 from residual_ebm.models.energy_inputs import same_vocabulary
 from residual_ebm.models.language_model import end_of_text_id
 from residual_ebm.models.loading import load_pretrained, load_tokenizer
-from residual_ebm.models.training import History, batch_indices, forget_training, train
+from residual_ebm.models.training import History, batch_indices, forget_training
 from residual_ebm.models.vocabulary_loss import next_token_loss
 from residual_ebm.progress import QUIET, Progress
 from residual_ebm.randomness import torch_seed
@@ -26,7 +26,7 @@ from residual_ebm.stages.training_run import (
     build_model,
     check_context,
     resume_folder,
-    training_log,
+    train_in_run,
 )
 
 SENTENCE = "Training the language model {name}, which is P_LM"
@@ -120,16 +120,16 @@ def _train(
         return {"loss": total / count, "perplexity": math.exp(total / count)}
 
     with quick_backward(model):
-        return train(
+        return train_in_run(
+            run_dir,
+            "train-lm",
+            run_dir.language_model(config.name),
             model,
             training,
             loss_at=loss_at,
             validate=validate,
             seed=recipe.seed,
-            folder=resume_folder(run_dir.language_model(config.name)),
-            log=training_log(run_dir, "train-lm", config.name),
             progress=progress,
-            label=config.name,
             dropout=False,
         )
 

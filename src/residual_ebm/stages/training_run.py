@@ -4,15 +4,16 @@ from pathlib import Path
 from typing import Any
 
 from huggingface_hub.errors import StrictDataclassError, StrictDataclassFieldValidationError
+from torch import nn
 from torch.utils.tensorboard import SummaryWriter
 from transformers import AutoConfig, PreTrainedModel
 
-from residual_ebm.config import TRAINING_SUFFIX
+from residual_ebm.config import TRAINING_SUFFIX, TrainingConfig
 from residual_ebm.errors import UserError
 from residual_ebm.files.run_directory import RunDirectory
 from residual_ebm.files.storage import disk_errors
 from residual_ebm.models.loading import context_length, train_every_embedding
-from residual_ebm.models.training import TrainingLog
+from residual_ebm.models.training import History, TrainingLog, train
 
 # Read by transformers from the model's name, not from the architecture a recipe gives.
 _OWN_KEYS = {"model_type"}
@@ -31,6 +32,25 @@ _IMPOSSIBLE = (
 def resume_folder(result: Path) -> Path:
     """Beside the folder of the finished model; gone once that exists."""
     return result.with_name(f"{result.name}{TRAINING_SUFFIX}")
+
+
+def train_in_run(
+    run_dir: RunDirectory,
+    stage: str,
+    result: Path,
+    module: nn.Module,
+    config: TrainingConfig,
+    **arguments: Any,
+) -> History:
+    """`train`, with its resume state beside `result` and its numbers among those of the run."""
+    return train(
+        module,
+        config,
+        folder=resume_folder(result),
+        log=training_log(run_dir, stage, result.name),
+        label=result.name,
+        **arguments,
+    )
 
 
 def training_log(run_dir: RunDirectory, stage: str, model: str) -> TrainingLog:
