@@ -17,10 +17,10 @@ from residual_ebm.models.decoding import (
     Truncation,
     decode,
     draw_token,
-    inverse_cdf,
     truncate,
 )
 from residual_ebm.models.language_model import LanguageModel
+from residual_ebm.models.vocabulary import inverse_cdf
 from residual_ebm.randomness import uniform
 
 SIZES = [1, 2, 255, 256, 257, 511, 512, 513, 600]
@@ -50,7 +50,7 @@ def plain_search(mass_V: Tensor, uniform_U: Tensor) -> Tensor:
 
 
 def draw_many(mass_V: Tensor, uniform_U: Tensor) -> Tensor:
-    return inverse_cdf(mass_V.expand(len(uniform_U), -1), uniform_U)[0]
+    return inverse_cdf(mass_V.expand(len(uniform_U), -1), uniform_U)
 
 
 @pytest.mark.parametrize("vocabulary", SIZES)
@@ -102,8 +102,8 @@ def test_each_token_gets_its_share_of_the_uniforms(vocabulary: int) -> None:
 def test_every_row_has_its_own_distribution_and_uniform() -> None:
     prob_NV = torch.from_numpy(np.random.default_rng(0).dirichlet(np.ones(300), 50)).float()
     uniform_N = torch.linspace(0, 1, 50, dtype=torch.float64)
-    alone = [int(inverse_cdf(prob_NV[i : i + 1], uniform_N[i : i + 1])[0]) for i in range(50)]
-    assert inverse_cdf(prob_NV, uniform_N)[0].tolist() == alone
+    alone = [int(inverse_cdf(prob_NV[i : i + 1], uniform_N[i : i + 1])) for i in range(50)]
+    assert inverse_cdf(prob_NV, uniform_N).tolist() == alone
     assert len(set(alone)) > 40
 
 

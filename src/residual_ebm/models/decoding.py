@@ -5,7 +5,7 @@ are drawn by inverse CDF from given uniforms, so a sample is a function of its k
 log-probability is exactly that of the distribution it came from.
 
 Shapes: G prefixes, P tokens of a prefix, N = G x samples per prefix rows, C new tokens,
-V vocabulary, K chunks of the vocabulary.
+V vocabulary.
 """
 
 from collections.abc import Callable, Sequence
@@ -20,10 +20,12 @@ from transformers import Cache, DynamicCache, PreTrainedModel
 
 from residual_ebm.errors import UserError
 from residual_ebm.models.shared_prefix import OwnTokens, can_share_prefix, shared_prefix
-from residual_ebm.models.vocabulary import entropy, few_rows_at_once, masses
-
-# Two levels of search: sums of this many neighbouring tokens, then the tokens of one chunk.
-_CHUNK = 256
+from residual_ebm.models.vocabulary import (
+    draw_by_summary,
+    few_rows_at_once,
+    inverse_cdf,
+    summarise,
+)
 
 
 @dataclass(frozen=True)
@@ -71,37 +73,6 @@ class Drawn(NamedTuple):
     entropy_N: Tensor
 
 
-def inverse_cdf(mass_NV: Tensor, uniform_N: Tensor) -> tuple[Tensor, Tensor]:
-    """The first token whose cumulative mass exceeds u times the total, and the total (float64).
-
-    u = 0 gives the first token with mass, u = 1 the last: rounding cannot run off either end, and
-    zero mass is never drawn.
-    """
-    num_rows, vocabulary = mass_NV.shape
-    padding = -vocabulary % _CHUNK
-    if padding:
-        mass_NV = torch.nn.functional.pad(mass_NV, (0, padding))
-    mass_NKc = mass_NV.view(num_rows, -1, _CHUNK)
-    chunk_cdf_NK = mass_NKc.sum(-1, dtype=torch.float64).cumsum(-1)
-    total_N = chunk_cdf_NK[:, -1]
-    target_N = uniform_N.to(torch.float64) * total_N
-    chunk_N = _first_above(chunk_cdf_NK, target_N)
-    before_N = torch.where(
-        chunk_N > 0,
-        chunk_cdf_NK.gather(1, (chunk_N - 1).clamp(min=0)[:, None])[:, 0],
-        torch.zeros_like(total_N),
-    )
-    rows = torch.arange(num_rows, device=mass_NV.device)
-    cdf_Nc = mass_NKc[rows, chunk_N].cumsum(-1, dtype=torch.float64)
-    return chunk_N * _CHUNK + _first_above(cdf_Nc, target_N - before_N), total_N
-
-
-def _first_above(cdf_NK: Tensor, target_N: Tensor) -> Tensor:
-    first_N = (cdf_NK <= target_N[:, None]).sum(-1)
-    last_with_mass_N = (cdf_NK < cdf_NK[:, -1:]).sum(-1)
-    return torch.minimum(first_N, last_with_mass_N)
-
-
 def truncate(log_prob_NV: Tensor, truncation: Truncation) -> Tensor:
     """Log-probabilities of what may be drawn, normalised anew; -inf for the rest."""
     kept_NV = log_prob_NV
@@ -120,31 +91,23 @@ def truncate(log_prob_NV: Tensor, truncation: Truncation) -> Tensor:
 
 def draw_token(logits_NV: Tensor, uniform_N: Tensor, truncation: Truncation) -> Drawn:
     """A token for each row, from P_LM or what truncation leaves of it."""
-    draw = _draw_untruncated
+    summary = summarise(logits_NV)
     if truncation.describe():
         draw = partial(_draw_truncated, truncation=truncation)
-    return Drawn(*few_rows_at_once(draw, logits_NV, uniform_N))
+        token_N, proposal_N = few_rows_at_once(draw, logits_NV, uniform_N)
+        log_prob_N = summary.log_prob(logits_NV, token_N)
+    else:
+        token_N = draw_by_summary(logits_NV, summary, uniform_N)
+        log_prob_N = proposal_N = summary.log_prob(logits_NV, token_N)
+    return Drawn(token_N, log_prob_N, proposal_N, summary.entropy())
 
 
-def _draw_untruncated(logits_NV: Tensor, uniform_N: Tensor) -> Drawn:
-    """One exponential a token; the masses need not add up to one to be drawn from."""
-    these = masses(logits_NV)
-    token_N, total_N = inverse_cdf(these.mass_RV, uniform_N)
-    total_N = total_N.float()
-    log_prob_N = these.score_RV.gather(1, token_N[:, None])[:, 0] - total_N.log()
-    return Drawn(token_N, log_prob_N, log_prob_N, entropy(these, total_N))
-
-
-def _draw_truncated(logits_NV: Tensor, uniform_N: Tensor, truncation: Truncation) -> Drawn:
-    these = masses(logits_NV)
-    total_N = these.mass_RV.sum(-1)
-    log_prob_NV = these.score_RV - total_N.log()[:, None]
-    proposal_NV = truncate(log_prob_NV, truncation)
-    token_N, _ = inverse_cdf(proposal_NV.exp(), uniform_N)
-    log_prob_N, proposal_N = (
-        table_NV.gather(1, token_N[:, None])[:, 0] for table_NV in (log_prob_NV, proposal_NV)
-    )
-    return Drawn(token_N, log_prob_N, proposal_N, entropy(these, total_N))
+def _draw_truncated(
+    logits_NV: Tensor, uniform_N: Tensor, truncation: Truncation
+) -> tuple[Tensor, Tensor]:
+    proposal_NV = truncate(logits_NV.float().log_softmax(-1), truncation)
+    token_N = inverse_cdf(proposal_NV.exp(), uniform_N)
+    return token_N, proposal_NV.gather(1, token_N[:, None])[:, 0]
 
 
 @torch.inference_mode()

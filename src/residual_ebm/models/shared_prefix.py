@@ -25,6 +25,8 @@ from transformers import AttentionInterface, Cache, DynamicCache, PreTrainedMode
 from transformers.cache_utils import DynamicLayer
 from transformers.masking_utils import AttentionMaskInterface
 
+from residual_ebm.models.compiled import compiled_instead_of
+
 _NAME = "residual_ebm_shared_prefix"
 
 
@@ -152,18 +154,60 @@ def _attend(
     prefix_lse = lse_GKM.reshape(shape).transpose(1, 2).reshape(query.shape[:-1])
 
     if num_new == 1:  # heads that share keys are queries again, with nothing to mask
-        own_out, own_lse = _attention(
-            query.reshape(num_rows, kv_heads, repeats, size), key, value, scale, is_causal=False
+        own_shape = (num_rows, kv_heads, repeats, size)
+        out_NKRD = _merge_own(
+            query.reshape(own_shape),
+            key,
+            value,
+            prefix_out.reshape(own_shape),
+            prefix_lse.reshape(own_shape[:-1]),
+            torch.tensor(scale),
         )
-        own_out, own_lse = own_out.reshape(query.shape), own_lse.reshape(query.shape[:-1])
-    else:
-        assert key.shape[-2] == num_new, "several new tokens at once must be the first"
-        key, value = (states.repeat_interleave(repeats, dim=1) for states in (key, value))
-        own_out, own_lse = _attention(query, key, value, scale, is_causal=True)
-
-    weight = torch.sigmoid(own_lse - prefix_lse)[..., None].to(query.dtype)
-    out_NHLD = torch.lerp(prefix_out, own_out, weight)
+        return out_NKRD.reshape(num_rows, 1, num_heads, size), None
+    assert key.shape[-2] == num_new, "several new tokens at once must be the first"
+    key, value = (states.repeat_interleave(repeats, dim=1) for states in (key, value))
+    own_out, own_lse = _attention(query, key, value, scale, is_causal=True)
+    out_NHLD = _merge(prefix_out, prefix_lse, own_out, own_lse)
     return out_NHLD.transpose(1, 2).contiguous(), None
+
+
+def _merge(prefix_out: Tensor, prefix_lse: Tensor, own_out: Tensor, own_lse: Tensor) -> Tensor:
+    weight = torch.sigmoid(own_lse - prefix_lse)[..., None].to(prefix_out.dtype)
+    return torch.lerp(prefix_out, own_out, weight)
+
+
+def _own_by_attention(
+    query_NKRD: Tensor,
+    key_NKSD: Tensor,
+    value_NKSD: Tensor,
+    prefix_out_NKRD: Tensor,
+    prefix_lse_NKR: Tensor,
+    scale: Tensor,
+) -> Tensor:
+    """Attention over a row's own tokens, merged with what the prefix gave."""
+    own_out, own_lse = _attention(query_NKRD, key_NKSD, value_NKSD, float(scale), is_causal=False)
+    return _merge(prefix_out_NKRD, prefix_lse_NKR, own_out, own_lse)
+
+
+@compiled_instead_of(_own_by_attention)
+def _merge_own(
+    query_NKRD: Tensor,
+    key_NKSD: Tensor,
+    value_NKSD: Tensor,
+    prefix_out_NKRD: Tensor,
+    prefix_lse_NKR: Tensor,
+    scale: Tensor,
+) -> Tensor:
+    """The same in one loop: a few queries to a few tokens are too little for matrix products."""
+    product_NKRSD = query_NKRD.float().unsqueeze(3) * key_NKSD.float().unsqueeze(2)
+    score_NKRS = product_NKRSD.sum(-1) * scale
+    largest_NKR1 = score_NKRS.amax(-1, keepdim=True)
+    mass_NKRS = (score_NKRS - largest_NKR1).exp()
+    total_NKR1 = mass_NKRS.sum(-1, keepdim=True)
+    own_NKRD = (mass_NKRS.unsqueeze(-1) * value_NKSD.float().unsqueeze(2)).sum(3) / total_NKR1
+    own_lse_NKR1 = largest_NKR1 + total_NKR1.log()
+    weight_NKR1 = torch.sigmoid(own_lse_NKR1 - prefix_lse_NKR.unsqueeze(-1))
+    return torch.lerp(prefix_out_NKRD.float(), own_NKRD, weight_NKR1).to(query_NKRD.dtype)
 
 
 def _attention(

@@ -1,44 +1,42 @@
-"""What a distribution over the vocabulary is asked for: its masses, a log-prob, an entropy.
+"""What a distribution over the vocabulary is asked for: a draw, a log-prob, an entropy.
 
-Float32, and for a few rows at a time: one pass over fifty thousand logits costs as much as a layer
-of the network, so nothing is computed twice and nothing leaves the cache.
+One pass over fifty thousand logits costs as much as a layer of the network, so a row is summarised
+once, in float32, and everything else is read off the summary.
 
-Shapes: R rows, V vocabulary.
+Shapes: R rows, V vocabulary, K chunks of the vocabulary, c tokens of a chunk.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
+from residual_ebm.models.compiled import compiled_instead_of
+
+# Two levels of search: sums of this many neighbouring tokens, then the tokens of one chunk.
+CHUNK = 256
 # Float32 copies of logits are made for this many numbers at a time: they stay in the cache.
 LOGITS_AT_ONCE = 2**21
+_NEVER = -1e4  # a log mass whose exponential is zero
 
 
-class Masses(NamedTuple):
-    """Probabilities before they are made to add up to one."""
+class Summary(NamedTuple):
+    """Of masses exp(logit - largest), which need not add up to one."""
 
-    score_RV: Tensor  # logits, the largest of a row at 0
-    mass_RV: Tensor  # their exponentials
+    largest_R: Tensor
+    mass_RK: Tensor  # of each chunk
+    expected_R: Tensor  # sum of mass x log mass
 
+    def total(self) -> Tensor:
+        return self.mass_RK.sum(-1, dtype=torch.float64).float()
 
-def masses(logits_RV: Tensor) -> Masses:
-    score_RV = logits_RV.to(torch.float32, copy=True)
-    score_RV -= score_RV.amax(-1, keepdim=True)
-    return Masses(score_RV, score_RV.exp())
+    def log_prob(self, logits_RV: Tensor, token_R: Tensor) -> Tensor:
+        logit_R = logits_RV.gather(1, token_R[:, None])[:, 0].float()
+        return logit_R - self.largest_R - self.total().log()
 
-
-def entropy(these: Masses, total_R: Tensor) -> Tensor:
-    """Of masses that add up to `total_R`."""
-    expected_R = _expected_score(*these)
-    if expected_R.isnan().any():  # a token that cannot come: exp(-inf) x -inf should add nothing
-        expected_R = _expected_score(these.score_RV.clamp(min=-1e4), these.mass_RV)
-    return total_R.log() - expected_R / total_R
-
-
-def _expected_score(score_RV: Tensor, mass_RV: Tensor) -> Tensor:
-    return (mass_RV * score_RV).sum(-1)
+    def entropy(self) -> Tensor:
+        return self.total().log() - self.expected_R / self.total()
 
 
 def few_rows_at_once(
@@ -51,16 +49,83 @@ def few_rows_at_once(
     return [torch.cat(column) for column in zip(*parts, strict=True)]
 
 
+def summarise(logits_RV: Tensor) -> Summary:
+    return Summary(*_summarise(logits_RV))
+
+
+def _summarise_in_pieces(logits_RV: Tensor) -> Sequence[Tensor]:
+    return few_rows_at_once(_summarise_rows, logits_RV)
+
+
+def _summarise_rows(logits_RV: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    largest_R1 = logits_RV.amax(-1, keepdim=True).float()
+    padding = -logits_RV.shape[-1] % CHUNK
+    if padding:
+        logits_RV = torch.nn.functional.pad(logits_RV, (0, padding), value=-torch.inf)
+    score_RV = logits_RV.float() - largest_R1
+    mass_RV = score_RV.exp()
+    # exp(-inf) x -inf is no number; a token that cannot come adds nothing.
+    expected_RV = mass_RV * score_RV.clamp(min=_NEVER)
+    # Both sums by chunks: one loop, when this is compiled.
+    mass_RK, expected_RK = (
+        numbers_RV.view(len(numbers_RV), -1, CHUNK).sum(-1) for numbers_RV in (mass_RV, expected_RV)
+    )
+    return largest_R1[:, 0], mass_RK, expected_RK.sum(-1)
+
+
+@compiled_instead_of(_summarise_in_pieces)
+def _summarise(logits_RV: Tensor) -> Sequence[Tensor]:
+    return _summarise_rows(logits_RV)
+
+
 def token_statistics(logits: Tensor, target: Tensor) -> tuple[Tensor, Tensor]:
     """Log-prob of each target, entropy of each distribution; logits have one dimension more."""
-    log_prob_R, entropy_R = few_rows_at_once(
-        _token_statistics, logits.reshape(-1, logits.shape[-1]), target.reshape(-1)
-    )
-    return log_prob_R.view(target.shape), entropy_R.view(target.shape)
+    logits_RV, target_R = logits.reshape(-1, logits.shape[-1]), target.reshape(-1)
+    summary = summarise(logits_RV)
+    log_prob_R = summary.log_prob(logits_RV, target_R)
+    return log_prob_R.view(target.shape), summary.entropy().view(target.shape)
 
 
-def _token_statistics(logits_RV: Tensor, target_R: Tensor) -> tuple[Tensor, Tensor]:
-    these = masses(logits_RV)
-    total_R = these.mass_RV.sum(-1)
-    picked_R = these.score_RV.gather(1, target_R[:, None])[:, 0]
-    return picked_R - total_R.log(), entropy(these, total_R)
+def draw_by_summary(logits_RV: Tensor, summary: Summary, uniform_R: Tensor) -> Tensor:
+    """Tokens by inverse CDF; only the chunk that holds the token is looked at again."""
+
+    def masses_of(chunk_R: Tensor) -> Tensor:
+        token_Rc = chunk_R[:, None] * CHUNK + torch.arange(CHUNK, device=chunk_R.device)
+        last = logits_RV.shape[-1] - 1
+        score_Rc = logits_RV.gather(1, token_Rc.clamp(max=last)).float()
+        mass_Rc = (score_Rc - summary.largest_R[:, None]).exp()
+        return mass_Rc.masked_fill(token_Rc > last, 0.0)
+
+    return _search(summary.mass_RK.double(), masses_of, uniform_R)
+
+
+def inverse_cdf(mass_RV: Tensor, uniform_R: Tensor) -> Tensor:
+    """The first token whose cumulative mass exceeds u times the total; zero mass is never drawn.
+
+    u = 0 gives the first token with mass, u = 1 the last: rounding cannot run off either end.
+    """
+    num_rows, vocabulary = mass_RV.shape
+    mass_RV = torch.nn.functional.pad(mass_RV, (0, -vocabulary % CHUNK))
+    mass_RKc = mass_RV.view(num_rows, -1, CHUNK)
+    rows_R = torch.arange(num_rows, device=mass_RV.device)
+    chunk_mass_RK = mass_RKc.sum(-1, dtype=torch.float64)
+    return _search(chunk_mass_RK, lambda chunk_R: mass_RKc[rows_R, chunk_R], uniform_R)
+
+
+def _search(
+    chunk_mass_RK: Tensor, masses_of: Callable[[Tensor], Tensor], uniform_R: Tensor
+) -> Tensor:
+    """Float64 sums: of chunks, then of the tokens of the chunk found."""
+    chunk_cdf_RK = chunk_mass_RK.cumsum(-1)
+    target_R = uniform_R.to(torch.float64) * chunk_cdf_RK[:, -1]
+    chunk_R = _first_above(chunk_cdf_RK, target_R)
+    shifted_RK = torch.nn.functional.pad(chunk_cdf_RK, (1, 0))
+    before_R = shifted_RK.gather(1, chunk_R[:, None])[:, 0]
+    cdf_Rc = masses_of(chunk_R).cumsum(-1, dtype=torch.float64)
+    return chunk_R * CHUNK + _first_above(cdf_Rc, target_R - before_R)
+
+
+def _first_above(cdf_RK: Tensor, target_R: Tensor) -> Tensor:
+    first_R = (cdf_RK <= target_R[:, None]).sum(-1)
+    last_with_mass_R = (cdf_RK < cdf_RK[:, -1:]).sum(-1)
+    return torch.minimum(first_R, last_with_mass_R)

@@ -44,10 +44,11 @@ def _plain_logits(model: PreTrainedModel) -> bool:
         left: list[Tensor] = []
         last = model.get_output_embeddings()
         handle = last.register_forward_hook(lambda _module, _inputs, output: left.append(output))
-        two_tokens = torch.zeros(1, 2, dtype=torch.int64, device=model.device)
+        # Several tokens: that of padding has an embedding of zeros, whose logits no scale changes.
+        ids_1T = torch.arange(min(8, last.weight.shape[0]), device=model.device)[None]
         try:
             with torch.no_grad():
-                logits = model(two_tokens, use_cache=False).logits
+                logits = model(ids_1T, use_cache=False).logits
         finally:
             handle.remove()
         _known[model] = len(left) == 1 and torch.equal(logits.float(), left[0].float())
