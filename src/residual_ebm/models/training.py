@@ -27,6 +27,7 @@ from residual_ebm.config import Precision, TrainingConfig
 from residual_ebm.errors import UserError
 from residual_ebm.files.storage import write_bytes
 from residual_ebm.models.device import DTYPES, resolve_precision
+from residual_ebm.models.quick_dropout import QuickDropout
 from residual_ebm.progress import Progress
 from residual_ebm.randomness import generator, torch_seed
 
@@ -131,7 +132,11 @@ def train(
             for group in optimiser.param_groups:
                 group["lr"] = learning_rate_at(step, config)
             module.train(dropout)
-            with torch_seed(seed, label, "dropout", step), autocast(config.precision, device):
+            with (
+                torch_seed(seed, label, "dropout", step),
+                autocast(config.precision, device),
+                QuickDropout(),
+            ):
                 loss = loss_at(step)
             if not torch.isfinite(loss):
                 raise UserError(
