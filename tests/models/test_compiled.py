@@ -7,10 +7,15 @@ import logging
 
 import pytest
 import torch
+import toys
 from torch import Tensor
+from torch._dynamo.exc import TorchDynamoException
+from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
 
 from residual_ebm.models import compiled, shared_prefix, vocabulary
 from residual_ebm.models.compiled import compiled_instead_of
+from residual_ebm.models.decoding import Decoded, decode
+from residual_ebm.randomness import uniform
 
 TOLERANCE = {torch.float32: 1e-5, torch.bfloat16: 0.02}
 MANY = 300
@@ -67,6 +72,22 @@ def test_own_tokens_are_attended_as_in_the_plain_way(dtype: torch.dtype) -> None
     assert not compiled._broken
 
 
+def random_model(model_type: str) -> PreTrainedModel:
+    config = AutoConfig.for_model(
+        model_type,
+        vocab_size=7,
+        hidden_size=16,
+        intermediate_size=32,
+        num_hidden_layers=3,
+        num_attention_heads=2,
+        num_key_value_heads=1 if model_type not in ("gpt2", "gpt_neox") else 2,
+        head_dim=8,
+        pad_token_id=None,
+    )
+    torch.manual_seed(0)
+    return toys.scale_up(AutoModelForCausalLM.from_config(config, dtype=torch.float32), 8.0)
+
+
 def _double(x: Tensor) -> Tensor:
     return 2 * x
 
@@ -77,7 +98,7 @@ def test_without_a_compiler_the_plain_way_is_taken_and_told_once(
 ) -> None:
     def no_compiler(*_arguments: object, **_options: object) -> object:
         def refuse(*_inputs: Tensor) -> None:
-            raise RuntimeError("no g++ here\nand much more")
+            raise TorchDynamoException("no g++ here\nand much more")
 
         return refuse
 
@@ -104,3 +125,45 @@ def test_few_rows_are_not_worth_a_compilation(monkeypatch: pytest.MonkeyPatch) -
         return x + x
 
     assert torch.equal(double(torch.ones(255)), torch.full((255,), 2.0))
+
+
+def test_an_error_of_another_kind_is_not_hidden(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A layer that has run in part must not run again: it would keep its keys twice."""
+
+    def fail(*_inputs: Tensor) -> None:
+        raise RuntimeError("out of memory")
+
+    monkeypatch.setattr(torch, "compile", lambda *_, **__: fail)
+
+    @compiled_instead_of(_double)
+    def double(x: Tensor) -> Tensor:
+        return x + x
+
+    with pytest.raises(RuntimeError, match="out of memory"):
+        double(torch.ones(MANY))
+
+
+@pytest.mark.parametrize("model_type", ["llama", "gpt2", "gpt_neox", "qwen3", "gemma"])
+@pytest.mark.usefixtures("nothing_broken")
+def test_compiled_layers_decode_what_plain_ones_do(
+    monkeypatch: pytest.MonkeyPatch, model_type: str
+) -> None:
+    model = random_model(model_type)
+    prefix_GP = torch.tensor([[3, 4, 5], [5, 6, 2]])
+
+    def decoded() -> Decoded:
+        return decode(
+            model,
+            prefix_GP,
+            samples_per_prefix=MANY // 2,
+            num_tokens=5,
+            uniform_at=lambda step: torch.from_numpy(uniform(0, 0, step, 0, MANY)),
+        )
+
+    plain = decoded()
+    monkeypatch.setattr(compiled, "_FROM_NUMBERS", 0)
+    fused = decoded()
+    assert not compiled._broken
+    assert torch.equal(fused.ids_NC, plain.ids_NC)
+    torch.testing.assert_close(fused.log_prob_NC, plain.log_prob_NC, rtol=1e-4, atol=1e-4)
+    assert not any("forward" in vars(module) for module in model.modules())

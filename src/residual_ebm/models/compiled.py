@@ -7,16 +7,23 @@ alone, never on what was computed before: an interrupted run goes on with the sa
 
 import logging
 import warnings
-from collections.abc import Callable
-from functools import wraps
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from functools import partial, wraps
 from typing import Any, TypeVar
 
 import torch
+import torch._dynamo.config
 import torch._inductor.config
+from torch._dynamo.exc import FailOnRecompileLimitHit, TorchDynamoException
+from transformers import PreTrainedModel
 
 _FROM_ROWS = 256
+_FROM_NUMBERS = 2**17  # rows x hidden size: layers of smaller models are quick enough
+_NOT_COMPILED = (TorchDynamoException, FailOnRecompileLimitHit)
 _logger = logging.getLogger(__name__)
 _broken: set[str] = set()
+_compiled_forwards: dict[Callable[..., Any], Callable[..., Any]] = {}
 # Compile in this process: workers of its own would outlive the few functions there are.
 torch._inductor.config.compile_threads = 1
 
@@ -27,23 +34,66 @@ def compiled_instead_of(plain: Function) -> Callable[[Function], Function]:
     """The decorated function takes the place of `plain` when its first argument has many rows."""
 
     def decorate(function: Function) -> Function:
-        fused = torch.compile(function, dynamic=True, fullgraph=True)
+        fused = _compile(function)
 
         @wraps(plain)
         def choose(*arguments: Any) -> Any:
             first = arguments[0]
-            if len(first) < _FROM_ROWS or first.device.type != "cpu" or plain.__name__ in _broken:
+            if len(first) < _FROM_ROWS or first.device.type != "cpu":
                 return plain(*arguments)
-            try:
-                with warnings.catch_warnings():
-                    warnings.simplefilter("ignore")  # of the compiler's own insides
-                    return fused(*arguments)
-            except Exception as error:  # whatever a missing or unusual compiler gives rise to
-                _broken.add(plain.__name__)
-                reason = " ".join(str(error).split())[:200]
-                _logger.warning("%s is not compiled here: %s", plain.__name__, reason)
-                return plain(*arguments)
+            return _try(fused, plain, *arguments)
 
         return choose  # type: ignore[return-value]
 
     return decorate
+
+
+@contextmanager
+def compiled_layers(model: PreTrainedModel, num_rows: int) -> Iterator[None]:
+    """Within, the layers that a model repeats run compiled: one compilation serves them all."""
+    numbers = num_rows * int(getattr(model.config, "hidden_size", 0))
+    if num_rows < _FROM_ROWS or numbers < _FROM_NUMBERS or model.device.type != "cpu":
+        yield
+        return
+    repeated = [
+        module for module in model.modules() if type(module).__name__ in _repeated_names(model)
+    ]
+    for layer in repeated:
+        plain = type(layer).forward
+        if plain not in _compiled_forwards:
+            _compiled_forwards[plain] = _compile(plain)
+        layer.forward = partial(_try, _compiled_forwards[plain], plain, layer)
+    try:
+        yield
+    finally:
+        for layer in repeated:
+            del layer.forward
+
+
+def _repeated_names(model: PreTrainedModel) -> set[str]:
+    """transformers names the layers that must stay whole on one device: those that repeat."""
+    return set(model._no_split_modules or ())
+
+
+def _compile(function: Callable[..., Any]) -> Callable[..., Any]:
+    return torch.compile(function, dynamic=True, fullgraph=True)
+
+
+def _try(
+    fused: Callable[..., Any], plain: Callable[..., Any], *arguments: Any, **named: Any
+) -> Any:
+    if plain.__qualname__ in _broken:
+        return plain(*arguments, **named)
+    try:
+        # A layer's number is no constant: each would be compiled anew.
+        with (
+            warnings.catch_warnings(),
+            torch._dynamo.config.patch(allow_unspec_int_on_nn_module=True, recompile_limit=64),
+        ):
+            warnings.simplefilter("ignore")  # of the compiler's own insides
+            return fused(*arguments, **named)
+    except _NOT_COMPILED as error:  # it could not be compiled, so nothing of it has run
+        _broken.add(plain.__qualname__)
+        reason = " ".join(str(error).split())[:200]
+        _logger.warning("%s is not compiled here: %s", plain.__qualname__, reason)
+        return plain(*arguments, **named)

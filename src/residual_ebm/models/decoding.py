@@ -8,8 +8,8 @@ Shapes: G prefixes, P tokens of a prefix, N = G x samples per prefix rows, C new
 V vocabulary.
 """
 
-from collections.abc import Callable, Sequence
-from contextlib import nullcontext
+import contextlib
+from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
 from typing import Any, NamedTuple, cast
@@ -19,7 +19,8 @@ from torch import Tensor
 from transformers import Cache, DynamicCache, PreTrainedModel
 
 from residual_ebm.errors import UserError
-from residual_ebm.models.shared_prefix import OwnTokens, can_share_prefix, shared_prefix
+from residual_ebm.models.compiled import compiled_layers
+from residual_ebm.models.shared_prefix import AfterPrefix, can_share_prefix, shared_prefix
 from residual_ebm.models.vocabulary import (
     draw_by_summary,
     few_rows_at_once,
@@ -130,7 +131,9 @@ def decode(
     logits_GV = model(
         prefix_ids_GP, past_key_values=prefix_cache, use_cache=True, logits_to_keep=1
     ).logits[:, -1]
-    next_logits = _steps(model, prefix_ids_GP.shape, prefix_cache, samples_per_prefix, num_tokens)
+    next_logits = _steps(
+        model, prefix_ids_GP.shape[1], prefix_cache, samples_per_prefix, num_tokens
+    )
     logits_NV = logits_GV.repeat_interleave(samples_per_prefix, dim=0)
     num_rows, device = len(logits_NV), prefix_ids_GP.device
     ids_NC = torch.full((num_rows, num_tokens), padding, dtype=torch.int64, device=device)
@@ -156,23 +159,25 @@ def decode(
 
 def _steps(
     model: PreTrainedModel,
-    prefix_shape: Sequence[int],
+    prefix_length: int,
     prefix_cache: DynamicCache,
     samples_per_prefix: int,
     num_tokens: int,
 ) -> Callable[[Tensor, int], Tensor]:
     """A function from each row's last token and its number after the prefix to the next logits."""
-    num_prefixes, prefix_length = prefix_shape
     shares = can_share_prefix(model)
     cache: Cache = prefix_cache
     if shares:
         # The last token is drawn but never read again, so it needs no room.
-        cache = OwnTokens(prefix_cache, num_prefixes * samples_per_prefix, num_tokens - 1)
+        cache = AfterPrefix(prefix_cache, num_tokens - 1)
     else:
         prefix_cache.batch_repeat_interleave(samples_per_prefix)
 
     def next_logits(ids_N1: Tensor, number: int) -> Tensor:
-        with shared_prefix(model, prefix_cache) if shares else nullcontext():
+        with contextlib.ExitStack() as stack:
+            if isinstance(cache, AfterPrefix):
+                stack.enter_context(shared_prefix(model, cache))
+                stack.enter_context(compiled_layers(model, len(ids_N1)))
             logits_N1V = model(
                 ids_N1,
                 past_key_values=cache,

@@ -17,7 +17,7 @@ import math
 from collections.abc import Iterator
 from contextlib import contextmanager
 from contextvars import ContextVar
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -28,14 +28,6 @@ from transformers.masking_utils import AttentionMaskInterface
 from residual_ebm.models.compiled import compiled_instead_of
 
 _NAME = "residual_ebm_shared_prefix"
-
-
-class _PrefixLayer(NamedTuple):
-    keys_GKPD: Tensor
-    values_GKPD: Tensor
-
-
-_prefix: ContextVar[list[_PrefixLayer]] = ContextVar("prefix")
 
 
 def can_share_prefix(model: PreTrainedModel) -> bool:
@@ -53,53 +45,55 @@ def can_share_prefix(model: PreTrainedModel) -> bool:
     )
 
 
-class OwnTokens(Cache):
-    """Room for the tokens that each row has of its own, after a shared prefix."""
+class _Layer:
+    """The keys and values of a prefix, and room for those of each row's own tokens after it."""
 
-    def __init__(self, prefix_cache: DynamicCache, num_rows: int, num_tokens: int) -> None:
-        super().__init__(
-            layers=[_OwnLayer(layer, num_rows, num_tokens) for layer in prefix_cache.layers]
-        )
-
-
-class _OwnLayer(DynamicLayer):
-    def __init__(self, prefix: DynamicLayer, num_rows: int, num_tokens: int) -> None:
-        super().__init__()
-        self.dtype, self.device = prefix.keys.dtype, prefix.keys.device
+    def __init__(self, prefix: DynamicLayer, num_tokens: int) -> None:
+        self.prefix_keys_GKPD, self.prefix_values_GKPD = prefix.keys, prefix.values
+        self._room = num_tokens
         self._filled = 0
-        self._buffers = [
-            states_GKPD.new_empty(num_rows, states_GKPD.shape[1], num_tokens, states_GKPD.shape[3])
-            for states_GKPD in (prefix.keys, prefix.values)
-        ]
-        self.is_initialized = True
-        self._show()
+        self._buffers: list[Tensor] = []
 
-    def _show(self) -> None:
-        self.keys, self.values = (buffer[:, :, : self._filled] for buffer in self._buffers)
+    def append(self, key_NK1D: Tensor, value_NK1D: Tensor) -> tuple[Tensor, Tensor]:
+        """All own keys and values so far, with those of the newest token."""
+        if not self._buffers:
+            num_rows, kv_heads, _, size = key_NK1D.shape
+            shape = (num_rows, kv_heads, self._room, size)
+            self._buffers = [states.new_empty(shape) for states in (key_NK1D, value_NK1D)]
+        for buffer, states in zip(self._buffers, (key_NK1D, value_NK1D), strict=True):
+            buffer[:, :, self._filled] = states[:, :, 0]
+        self._filled += 1
+        keys, values = (buffer[:, :, : self._filled] for buffer in self._buffers)
+        return keys, values
+
+
+_layers: ContextVar[list[_Layer]] = ContextVar("layers")
+
+
+class AfterPrefix(Cache):
+    """Stands where a model expects a cache; keys and values are kept by the attention itself."""
+
+    def __init__(self, prefix_cache: DynamicCache, num_tokens: int) -> None:
+        super().__init__(layers=prefix_cache.layers)
+        self.own = [_Layer(layer, num_tokens) for layer in prefix_cache.layers]
 
     def update(
         self, key_states: Tensor, value_states: Tensor, *_args: Any, **_kwargs: Any
     ) -> tuple[Tensor, Tensor]:
-        end = self._filled + key_states.shape[-2]
-        for buffer, states in zip(self._buffers, (key_states, value_states), strict=True):
-            buffer[:, :, self._filled : end] = states
-        self._filled = end
-        self._show()
-        return self.keys, self.values
+        return key_states, value_states
 
 
 @contextmanager
-def shared_prefix(model: PreTrainedModel, prefix_cache: DynamicCache) -> Iterator[None]:
-    """Within, the model's rows attend to the prefix in `prefix_cache` and to their own tokens."""
-    layers = [_PrefixLayer(layer.keys, layer.values) for layer in prefix_cache.layers]
-    token = _prefix.set(layers)
+def shared_prefix(model: PreTrainedModel, cache: AfterPrefix) -> Iterator[None]:
+    """Within, the model's rows attend to the prefix in `cache` and to their own tokens."""
+    token = _layers.set(cache.own)
     before = model.config._attn_implementation
     model.config._attn_implementation = _NAME
     try:
         yield
     finally:
         model.config._attn_implementation = before
-        _prefix.reset(token)
+        _layers.reset(token)
 
 
 def forward_after_prefix(
@@ -114,14 +108,14 @@ def forward_after_prefix(
         prefix_GP = ids_NT[:, :prefix_length]
     cache = DynamicCache()
     logits = [model(prefix_GP, past_key_values=cache, use_cache=True, logits_to_keep=1).logits]
-    num_rows, length = ids_NT.shape
+    length = ids_NT.shape[1]
     if length > prefix_length:
-        with shared_prefix(model, cache):
-            own = OwnTokens(cache, num_rows, length - prefix_length)
+        after = AfterPrefix(cache, num_tokens=1)
+        with shared_prefix(model, after):
             position_1L = torch.arange(prefix_length, length, device=ids_NT.device)[None]
             rest_NLV = model(
                 ids_NT[:, prefix_length:],
-                past_key_values=own,
+                past_key_values=after,
                 position_ids=position_1L,
                 use_cache=True,
             ).logits
@@ -139,36 +133,57 @@ def _attend(
     **_kwargs: Any,
 ) -> tuple[Tensor, None]:
     assert attention_mask is None
-    prefix = _prefix.get()[module.layer_idx]  # type: ignore[index]
+    scale = 1 / math.sqrt(query.shape[-1]) if scaling is None else scaling
+    layer: int = module.layer_idx  # type: ignore[assignment]
+    return _attend_after_prefix(query, key, value, layer, scale), None
+
+
+# An operator of its own, so that a compiled layer calls it and does not look inside.
+@torch.library.custom_op("residual_ebm::attend_after_prefix", mutates_args=())
+def _attend_after_prefix(
+    query: Tensor, key: Tensor, value: Tensor, layer: int, scale: float
+) -> Tensor:
+    """Attention of new tokens (N, H, L, D) to prefix and own tokens, as (N, L, H, D)."""
+    kept = _layers.get()[layer]
     num_rows, num_heads, num_new, size = query.shape
-    groups, kv_heads = prefix.keys_GKPD.shape[:2]
-    scale = 1 / math.sqrt(size) if scaling is None else scaling
+    groups, kv_heads = kept.prefix_keys_GKPD.shape[:2]
     repeats = num_heads // kv_heads
 
     # Rows of a prefix, heads that share keys and new tokens are all just queries to the prefix.
     query_GnKRLD = query.reshape(groups, -1, kv_heads, repeats, num_new, size)
     query_GKMD = query_GnKRLD.transpose(1, 2).reshape(groups, kv_heads, -1, size)
-    out_GKMD, lse_GKM = _attention(query_GKMD, *prefix, scale, is_causal=False)
+    out_GKMD, lse_GKM = _attention(
+        query_GKMD, kept.prefix_keys_GKPD, kept.prefix_values_GKPD, scale, is_causal=False
+    )
     shape = (groups, kv_heads, -1, repeats, num_new)
     prefix_out = out_GKMD.reshape(*shape, size).transpose(1, 2).reshape(query.shape)
     prefix_lse = lse_GKM.reshape(shape).transpose(1, 2).reshape(query.shape[:-1])
 
     if num_new == 1:  # heads that share keys are queries again, with nothing to mask
         own_shape = (num_rows, kv_heads, repeats, size)
-        out_NKRD = _merge_own(
-            query.reshape(own_shape),
-            key,
-            value,
+        keys, values = kept.append(key, value)
+        # A first own token alone would be compiled apart.
+        merge = _own_by_attention if keys.shape[2] == 1 else _merge_own
+        out_NKRD = merge(
+            query.reshape(own_shape).contiguous(),
+            keys,
+            values,
             prefix_out.reshape(own_shape),
             prefix_lse.reshape(own_shape[:-1]),
             torch.tensor(scale),
         )
-        return out_NKRD.reshape(num_rows, 1, num_heads, size), None
-    assert key.shape[-2] == num_new, "several new tokens at once must be the first"
+        return out_NKRD.reshape(num_rows, 1, num_heads, size)
+    # Several new tokens at once are a row's first, and all it will have.
     key, value = (states.repeat_interleave(repeats, dim=1) for states in (key, value))
     own_out, own_lse = _attention(query, key, value, scale, is_causal=True)
     out_NHLD = _merge(prefix_out, prefix_lse, own_out, own_lse)
-    return out_NHLD.transpose(1, 2).contiguous(), None
+    return out_NHLD.transpose(1, 2).contiguous()
+
+
+@_attend_after_prefix.register_fake
+def _shape_of_attended(query: Tensor, *_rest: Any) -> Tensor:
+    num_rows, num_heads, num_new, size = query.shape
+    return query.new_empty(num_rows, num_new, num_heads, size)
 
 
 def _merge(prefix_out: Tensor, prefix_lse: Tensor, own_out: Tensor, own_lse: Tensor) -> Tensor:
