@@ -20,11 +20,17 @@ from residual_ebm.models.decoding import (
     truncate,
 )
 from residual_ebm.models.language_model import LanguageModel
-from residual_ebm.models.vocabulary import inverse_cdf
+from residual_ebm.models.vocabulary import inverse_cdf, top_tokens
 from residual_ebm.randomness import uniform
 
 SIZES = [1, 2, 255, 256, 257, 511, 512, 513, 600]
 TOTAL = 1024
+
+
+def left_by(log_prob_NV: Tensor, truncation: Truncation) -> Tensor:
+    """What truncation leaves, over the whole vocabulary."""
+    index_NK, kept_NK = truncate(log_prob_NV, truncation)
+    return torch.full_like(log_prob_NV, -torch.inf).scatter(1, index_NK, kept_NK)
 
 
 def mass_rows(vocabulary: int) -> list[Tensor]:
@@ -115,7 +121,7 @@ def random_log_prob(num_rows: int = 30, vocabulary: int = 20) -> Tensor:
 @pytest.mark.parametrize("top_k", [1, 3, 19])
 def test_top_k_keeps_the_k_likeliest_and_normalises(top_k: int) -> None:
     log_prob_NV = random_log_prob()
-    kept_NV = truncate(log_prob_NV, Truncation(top_k=top_k))
+    kept_NV = left_by(log_prob_NV, Truncation(top_k=top_k))
     assert (kept_NV.isfinite().sum(-1) == top_k).all()
     for before_V, after_V in zip(log_prob_NV.double(), kept_NV.double(), strict=True):
         likeliest = before_V.argsort(descending=True)[:top_k]
@@ -125,7 +131,7 @@ def test_top_k_keeps_the_k_likeliest_and_normalises(top_k: int) -> None:
 
 def test_top_k_keeps_exactly_k_of_equally_likely_tokens() -> None:
     log_prob_NV = torch.zeros(2, 10).log_softmax(-1)
-    kept_NV = truncate(log_prob_NV, Truncation(top_k=4))
+    kept_NV = left_by(log_prob_NV, Truncation(top_k=4))
     assert kept_NV.isfinite().sum(-1).tolist() == [4, 4]
     assert torch.allclose(kept_NV.exp().sum(-1), torch.ones(2))
 
@@ -133,7 +139,7 @@ def test_top_k_keeps_exactly_k_of_equally_likely_tokens() -> None:
 @pytest.mark.parametrize("top_p", [1e-6, 0.1, 0.5, 0.9, 0.999])
 def test_top_p_keeps_the_smallest_set_with_that_mass(top_p: float) -> None:
     log_prob_NV = random_log_prob()
-    kept_NV = truncate(log_prob_NV, Truncation(top_p=top_p))
+    kept_NV = left_by(log_prob_NV, Truncation(top_p=top_p))
     for before_V, after_V in zip(log_prob_NV.double(), kept_NV.double(), strict=True):
         sorted_V, order_V = before_V.exp().sort(descending=True)
         size = 1
@@ -160,7 +166,7 @@ def test_top_p_keeps_the_smallest_set_with_that_mass(top_p: float) -> None:
 )
 def test_what_truncation_keeps(truncation: Truncation, kept: list[int]) -> None:
     prob_V = torch.tensor([0.13, 0.5, 0.12, 0.25])
-    left_V = truncate(prob_V.log()[None], truncation)[0].exp()
+    left_V = left_by(prob_V.log()[None], truncation)[0].exp()
     assert left_V.nonzero()[:, 0].tolist() == kept
     assert torch.allclose(left_V[kept], prob_V[kept] / prob_V[kept].sum())
 
@@ -169,7 +175,7 @@ def test_what_truncation_keeps(truncation: Truncation, kept: list[int]) -> None:
 @pytest.mark.parametrize("top_p", [None, 1.0])
 def test_nothing_to_cut_off_changes_nothing(top_k: int, top_p: float | None) -> None:
     log_prob_NV = random_log_prob(vocabulary=20)
-    kept_NV = truncate(log_prob_NV, Truncation(top_k, top_p))
+    kept_NV = left_by(log_prob_NV, Truncation(top_k, top_p))
     assert torch.allclose(kept_NV, log_prob_NV, atol=1e-6)
 
 
@@ -192,6 +198,23 @@ def test_top_k_below_one_is_refused(top_k: int) -> None:
 def test_top_p_outside_its_range_is_refused(top_p: float) -> None:
     with pytest.raises(UserError, match=f"top_p = {top_p}: must be above 0 and at most 1"):
         Truncation(top_p=top_p)
+
+
+@pytest.mark.parametrize("vocabulary", [5, 256, 700, 3001])
+@pytest.mark.parametrize("count", [1, 2, 5])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+def test_top_tokens_are_the_largest_of_all(vocabulary: int, count: int, dtype: torch.dtype) -> None:
+    draw = torch.Generator().manual_seed(vocabulary + count)
+    logits_NV = torch.randn(50, vocabulary, generator=draw).to(dtype)
+    logits_NV[0, : vocabulary - count] = -torch.inf  # hardly more than are wanted
+    index_NK = top_tokens(logits_NV, count)
+    found_NK = logits_NV.gather(1, index_NK)
+    assert torch.equal(found_NK, logits_NV.sort(dim=-1, descending=True).values[:, :count])
+    assert all(len(set(row)) == count for row in index_NK.tolist())
+
+
+def test_more_top_tokens_than_there_are() -> None:
+    assert top_tokens(torch.randn(2, 7), 100).shape == (2, 7)
 
 
 def test_a_token_carries_both_its_log_probs() -> None:

@@ -26,6 +26,7 @@ from residual_ebm.models.vocabulary import (
     few_rows_at_once,
     inverse_cdf,
     summarise,
+    top_tokens,
 )
 
 
@@ -74,20 +75,20 @@ class Drawn(NamedTuple):
     entropy_N: Tensor
 
 
-def truncate(log_prob_NV: Tensor, truncation: Truncation) -> Tensor:
-    """Log-probabilities of what may be drawn, normalised anew; -inf for the rest."""
-    kept_NV = log_prob_NV
-    if truncation.top_k is not None and truncation.top_k < log_prob_NV.shape[-1]:
-        value_NK, index_NK = kept_NV.topk(truncation.top_k, dim=-1)
-        kept_NV = torch.full_like(kept_NV, -torch.inf).scatter(-1, index_NK, value_NK)
+def truncate(logits_NV: Tensor, truncation: Truncation) -> tuple[Tensor, Tensor]:
+    """What may be drawn, (N, K) tokens, and its log-probs, normalised anew; -inf for some of it."""
+    if truncation.top_k is None:
+        index_NK = torch.arange(logits_NV.shape[-1], device=logits_NV.device).expand_as(logits_NV)
+    else:  # everything else happens among these few
+        index_NK = top_tokens(logits_NV, truncation.top_k)
+    kept_NK = logits_NV.gather(1, index_NK).float().log_softmax(-1)
     if truncation.top_p is not None and truncation.top_p < 1:
-        kept_NV = kept_NV.log_softmax(-1)
-        sorted_NV, order_NV = kept_NV.sort(dim=-1, descending=True, stable=True)
+        sorted_NK, order_NK = kept_NK.sort(dim=-1, descending=True, stable=True)
         # A token stays while the mass before it is below p: the one that crosses p is kept.
-        before_NV = sorted_NV.exp().cumsum(-1, dtype=torch.float64) - sorted_NV.exp()
-        sorted_NV = sorted_NV.masked_fill(before_NV >= truncation.top_p, -torch.inf)
-        kept_NV = torch.empty_like(kept_NV).scatter(-1, order_NV, sorted_NV)
-    return kept_NV.log_softmax(-1)
+        before_NK = sorted_NK.exp().cumsum(-1, dtype=torch.float64) - sorted_NK.exp()
+        sorted_NK = sorted_NK.masked_fill(before_NK >= truncation.top_p, -torch.inf)
+        kept_NK = torch.empty_like(kept_NK).scatter(-1, order_NK, sorted_NK).log_softmax(-1)
+    return index_NK, kept_NK
 
 
 def draw_token(logits_NV: Tensor, uniform_N: Tensor, truncation: Truncation) -> Drawn:
@@ -106,9 +107,9 @@ def draw_token(logits_NV: Tensor, uniform_N: Tensor, truncation: Truncation) -> 
 def _draw_truncated(
     logits_NV: Tensor, uniform_N: Tensor, truncation: Truncation
 ) -> tuple[Tensor, Tensor]:
-    proposal_NV = truncate(logits_NV.float().log_softmax(-1), truncation)
-    token_N = inverse_cdf(proposal_NV.exp(), uniform_N)
-    return token_N, proposal_NV.gather(1, token_N[:, None])[:, 0]
+    index_NK, proposal_NK = truncate(logits_NV, truncation)
+    pick_N1 = inverse_cdf(proposal_NK.exp(), uniform_N)[:, None]
+    return index_NK.gather(1, pick_N1)[:, 0], proposal_NK.gather(1, pick_N1)[:, 0]
 
 
 @torch.inference_mode()
