@@ -4,7 +4,7 @@ VENV := .venv
 BIN := $(VENV)/bin
 STAMP := $(VENV)/installed
 
-.PHONY: test lint demo docs clean
+.PHONY: test lint demo bench docs clean
 
 test: lint
 	$(BIN)/pytest -n 2 --dist loadgroup
@@ -16,6 +16,9 @@ lint: $(STAMP)
 
 demo: $(STAMP)
 	$(BIN)/rebm run quickstart
+
+bench: $(STAMP)
+	$(BIN)/rebm bench
 
 docs: $(STAMP)
 	$(BIN)/python -m residual_ebm.command_help > docs/commands.md

@@ -871,3 +871,14 @@ def test_a_real_process_ends_with_code_2_and_one_line(tmp_path: Path) -> None:
     assert_fault(answer, "recipe", "tinny", "did you mean tiny?")
     assert answer[2].count("\n") == 1
     assert not (tmp_path / "run").exists()
+
+
+# Benchmarks ------------------------------------------------------------------------------------
+
+
+def test_a_benchmark_that_is_not_there_is_refused(rebm: Rebm) -> None:
+    assert_fault(rebm("bench", "decode", "nonsense"), "benchmark", "nonsense", "there are decode")
+
+
+def test_no_rounds_are_refused(rebm: Rebm) -> None:
+    assert_fault(rebm("bench", "--repeats", "0"), "--repeats", 0, "must be at least 1")

@@ -22,6 +22,7 @@ LAYERS = (
     {"assets"},
     {"models"},
     {"stages"},
+    {"bench"},
     {"report"},
     {"commands", "cli", "command_help"},
 )

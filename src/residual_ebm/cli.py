@@ -92,6 +92,11 @@ def build_parser() -> argparse.ArgumentParser:
     _add_run(gap, energy=True)
     gap.add_argument("--num-passages", type=int, default=5, metavar="N", help="default 5")
 
+    bench = commands_.add_parser("bench", help="how fast we are, beside what one would use instead")
+    bench.set_defaults(call=commands.bench)
+    bench.add_argument("names", nargs="*", metavar="NAME", help="benchmarks to run; default: all")
+    bench.add_argument("--repeats", type=int, default=5, metavar="N", help="rounds; default 5")
+
     for command in commands_.choices.values():
         command.add_argument("--json", action="store_true", help=JSON_HELP)
     # Its own default would undo a --json in front of it.

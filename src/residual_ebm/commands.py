@@ -294,3 +294,17 @@ def gap(run: Path, energy: str | None, num_passages: int) -> Output:
     for passage in data["passages"]:
         lines.append(f"{passage['gap']:+8.3f}  {passage['prefix']} | {passage['continuation']}")
     return _lines(data, lines)
+
+
+def bench(names: list[str], repeats: int) -> Output:
+    from residual_ebm.bench.benchmarks import BENCHMARKS, Setting, run_benchmarks
+    from residual_ebm.report.bench_table import print_benchmarks
+
+    for name in names:
+        if name not in BENCHMARKS:
+            raise UserError("benchmark", name, f"there are {', '.join(BENCHMARKS)}")
+    if repeats < 1:
+        raise UserError("--repeats", repeats, "must be at least 1")
+    setting = Setting(repeats=repeats)
+    data = run_benchmarks(names or list(BENCHMARKS), setting, TerminalProgress())
+    return Output(data, lambda: print_benchmarks(data, Console()))

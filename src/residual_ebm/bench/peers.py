@@ -1,0 +1,250 @@
+"""What one would use instead: generate, a classifier and Trainer of transformers; other engines.
+
+CTranslate2 is an extra, `pip install residual-ebm[bench]`; not installed, it is listed with that
+reason. All of them profit from what importing our models does to a process (AMX, memory).
+"""
+
+import tempfile
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+from transformers import (
+    AutoConfig,
+    AutoModelForCausalLM,
+    AutoModelForSequenceClassification,
+    AutoTokenizer,
+    PreTrainedModel,
+    Trainer,
+    TrainingArguments,
+)
+
+from residual_ebm.assets.resolve import local_source
+from residual_ebm.bench.inputs import real_blocks, real_texts
+from residual_ebm.bench.workers import Work
+from residual_ebm.models.device import DTYPES
+from residual_ebm.models.loading import load_tokenizer
+
+
+def generate(
+    *,
+    model: str,
+    precision: str,
+    text: str,
+    prefix_length: int,
+    num_tokens: int,
+    num_prefixes: int,
+    samples_per_prefix: int,
+    top_k: int | None,
+    cache: str,
+    compiled: bool,
+    threads: int,
+) -> Work:
+    """transformers' generate; a unit is a token."""
+    torch.set_num_threads(threads)
+    path = local_source(model, "model", kind="model")
+    loaded = AutoModelForCausalLM.from_pretrained(path, dtype=DTYPES[precision]).eval()
+    ids_GP = real_blocks(text, load_tokenizer(model, "model"), num_prefixes, prefix_length)
+    if compiled:
+        loaded.forward = torch.compile(loaded.forward)
+
+    def run() -> None:
+        _generate(loaded, ids_GP, samples_per_prefix, num_tokens, top_k, cache)
+
+    return Work(run, num_prefixes * samples_per_prefix * num_tokens)
+
+
+def _generate(
+    model: PreTrainedModel,
+    ids_GP: Tensor,
+    samples_per_prefix: int,
+    num_tokens: int,
+    top_k: int | None,
+    cache: str = "dynamic",
+) -> Tensor:
+    generated: Tensor = model.generate(
+        ids_GP,
+        attention_mask=torch.ones_like(ids_GP),
+        do_sample=True,
+        top_k=0 if top_k is None else top_k,
+        top_p=1.0,
+        temperature=1.0,
+        num_return_sequences=samples_per_prefix,
+        min_new_tokens=num_tokens,
+        max_new_tokens=num_tokens,
+        cache_implementation=cache,
+        pad_token_id=0,
+        disable_compile=True,
+    )
+    return generated
+
+
+def classify(
+    *,
+    encoder: str,
+    tokenizer: str,
+    precision: str,
+    text: str,
+    num_blocks: int,
+    length: int,
+    batch_size: int,
+    threads: int,
+) -> Work:
+    """A sequence classifier over texts; a unit is a text."""
+    torch.set_num_threads(threads)
+    classifier = _Classifier(encoder, precision, batch_size)
+    texts = real_texts(text, tokenizer, num_blocks, length)
+    return Work(lambda: classifier.score(texts), num_blocks)
+
+
+class _Classifier:
+    def __init__(self, encoder: str, precision: str, batch_size: int) -> None:
+        path = local_source(encoder, "encoder", kind="model")
+        self._model = AutoModelForSequenceClassification.from_pretrained(
+            path, num_labels=1, dtype=DTYPES[precision]
+        ).eval()
+        self._tokenizer = AutoTokenizer.from_pretrained(path)
+        self._batch_size = batch_size
+
+    @torch.inference_mode()
+    def score(self, texts: list[str]) -> None:
+        for start in range(0, len(texts), self._batch_size):
+            inputs = self._tokenizer(
+                texts[start : start + self._batch_size],
+                padding=True,
+                truncation=True,
+                max_length=256,
+                return_tensors="pt",
+            )
+            self._model(**inputs)
+
+
+def generate_then_classify(
+    *,
+    model: str,
+    encoder: str,
+    precision: str,
+    text: str,
+    prefix_length: int,
+    num_tokens: int,
+    num_samples: int,
+    generate_batch: int,
+    batch_size: int,
+    threads: int,
+) -> Work:
+    """Samples of one prefix by generate, decoded and scored by a classifier; a unit is a sample."""
+    torch.set_num_threads(threads)
+    path = local_source(model, "model", kind="model")
+    loaded = AutoModelForCausalLM.from_pretrained(path, dtype=DTYPES[precision]).eval()
+    tokenizer = load_tokenizer(model, "model")
+    ids_GP = real_blocks(text, tokenizer, 1, prefix_length)
+    classifier = _Classifier(encoder, precision, batch_size)
+
+    def run() -> None:
+        for start in range(0, num_samples, generate_batch):
+            count = min(generate_batch, num_samples - start)
+            ids_NT = _generate(loaded, ids_GP, count, num_tokens, None)
+            classifier.score(tokenizer.batch_decode(ids_NT))
+
+    return Work(run, num_samples)
+
+
+def trainer_lm(
+    *,
+    architecture: dict[str, Any],
+    bf16: bool,
+    batch_size: int,
+    length: int,
+    steps: int,
+    threads: int,
+) -> Work:
+    """Trainer on a language model from scratch; a unit is a token."""
+    torch.set_num_threads(threads)
+    model = AutoModelForCausalLM.from_config(AutoConfig.for_model(**architecture))
+    ids = torch.randint(0, model.config.vocab_size, (length,))
+    rows = [{"input_ids": ids, "labels": ids}] * (steps * batch_size)
+    return Work(lambda: _trainer(model, rows, batch_size, steps, bf16), steps * batch_size * length)
+
+
+def trainer_classifier(
+    *,
+    encoder: str,
+    tokenizer: str,
+    bf16: bool,
+    text: str,
+    batch_size: int,
+    length: int,
+    steps: int,
+    threads: int,
+) -> Work:
+    """Trainer on a binary classifier of texts, tokenized beforehand; a unit is a text."""
+    torch.set_num_threads(threads)
+    path = local_source(encoder, "encoder", kind="model")
+    model = AutoModelForSequenceClassification.from_pretrained(path, num_labels=2)
+    texts = real_texts(text, tokenizer, batch_size, length)
+    inputs = AutoTokenizer.from_pretrained(path)(
+        texts, padding=True, truncation=True, max_length=256, return_tensors="pt"
+    )
+    batch = [
+        {**{name: values[row] for name, values in inputs.items()}, "labels": row % 2}
+        for row in range(batch_size)
+    ]
+    return Work(lambda: _trainer(model, batch * steps, batch_size, steps, bf16), steps * batch_size)
+
+
+def _trainer(
+    model: PreTrainedModel, rows: list[dict[str, Any]], batch_size: int, steps: int, bf16: bool
+) -> None:
+    with tempfile.TemporaryDirectory() as folder:
+        arguments = TrainingArguments(
+            output_dir=folder,
+            per_device_train_batch_size=batch_size,
+            max_steps=steps,
+            bf16=bf16,
+            use_cpu=True,
+            save_strategy="no",
+            logging_strategy="no",
+            report_to=[],
+            disable_tqdm=True,
+        )
+        Trainer(model=model, args=arguments, train_dataset=rows).train()
+
+
+def ctranslate2(
+    *,
+    model: str,
+    text: str,
+    prefix_length: int,
+    num_tokens: int,
+    samples_per_prefix: int,
+    top_k: int | None,
+    compute_type: str,
+    threads: int,
+) -> Work:
+    """CTranslate2's generator; a unit is a token."""
+    import ctranslate2 as engine  # type: ignore[import-not-found]
+
+    path = local_source(model, "model", kind="model")
+    with tempfile.TemporaryDirectory() as folder:
+        converted = Path(folder) / "model"
+        engine.converters.TransformersConverter(path).convert(str(converted))
+        generator = engine.Generator(
+            str(converted), compute_type=compute_type, intra_threads=threads
+        )
+    tokenizer = load_tokenizer(model, "model")
+    ids = real_blocks(text, tokenizer, 1, prefix_length)[0].tolist()
+    prefix = tokenizer.convert_ids_to_tokens(ids)
+
+    def run() -> None:
+        generator.generate_batch(
+            [prefix] * samples_per_prefix,
+            max_batch_size=samples_per_prefix,
+            min_length=num_tokens,
+            max_length=num_tokens,
+            sampling_topk=0 if top_k is None else top_k,
+            include_prompt_in_result=False,
+            end_token=[],
+        )
+
+    return Work(run, samples_per_prefix * num_tokens)

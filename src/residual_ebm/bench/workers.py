@@ -1,0 +1,152 @@
+"""Candidates of a benchmark, each in a process of its own, taking turns.
+
+Machines drift: what is measured one after the other is not comparable, what alternates is. Each has
+its own peak of memory, and one that crashes or hangs takes no other with it.
+"""
+
+import importlib
+import multiprocessing
+import resource
+import statistics
+import sys
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from multiprocessing.connection import Connection
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from residual_ebm.progress import QUIET, Progress
+
+
+class Work(NamedTuple):
+    """What a candidate does when it is its turn, and how much that is."""
+
+    run: Callable[[], None]
+    units: int  # tokens, blocks or samples: what rates count
+
+
+class Spec(NamedTuple):
+    """A candidate: `factory` names a function, "module:name", that returns its Work."""
+
+    name: str
+    factory: str
+    arguments: dict[str, Any]
+
+
+@dataclass
+class Reading:
+    """What one candidate's turns took; `error` is why there are none."""
+
+    name: str
+    units: int = 0
+    first_seconds: float | None = None  # compilation and warming up included
+    seconds: list[float] = field(default_factory=list)
+    peak_bytes: int | None = None
+    error: str | None = None
+
+    @property
+    def rate(self) -> float | None:
+        return self.units / statistics.median(self.seconds) if self.seconds else None
+
+
+def alternate(
+    specs: Sequence[Spec],
+    repeats: int,
+    *,
+    timeout: float,
+    label: str = "",
+    progress: Progress = QUIET,
+) -> list[Reading]:
+    """One turn of each to warm up, then `repeats` rounds in which all take a turn."""
+    workers: list[_Worker] = []
+    try:
+        with progress.bar(label, len(specs) * (2 + repeats)) as bar:
+            for spec in specs:  # one after the other: loading is work too
+                workers.append(_Worker(spec, timeout))
+                bar.advance(note=spec.name)
+            for number in range(1 + repeats):
+                for worker in workers:
+                    worker.turn(first=number == 0)
+                    bar.advance(note=worker.reading.name)
+    finally:
+        for worker in workers:
+            worker.stop()
+    return [worker.reading for worker in workers]
+
+
+class _Worker:
+    def __init__(self, spec: Spec, timeout: float) -> None:
+        self.reading = Reading(spec.name)
+        self._timeout = timeout
+        # Spawned: a fork would inherit this process's threads and memory.
+        context = multiprocessing.get_context("spawn")
+        self._connection, theirs = context.Pipe()
+        self._process = context.Process(target=_serve, args=(theirs, spec), daemon=True)
+        self._process.start()
+        theirs.close()
+        answer = self._answer()
+        if answer is not None:
+            self.reading.units = answer["units"]
+
+    def turn(self, *, first: bool) -> None:
+        if self.reading.error is not None:
+            return
+        self._connection.send("run")
+        answer = self._answer()
+        if answer is None:
+            return
+        self.reading.peak_bytes = answer["peak_bytes"]
+        if first:
+            self.reading.first_seconds = answer["seconds"]
+        else:
+            self.reading.seconds.append(answer["seconds"])
+
+    def stop(self) -> None:
+        self._process.kill()
+        self._process.join()
+        self._connection.close()
+
+    def _answer(self) -> dict[str, Any] | None:
+        """What the worker says; None when it cannot go on, with the reason in the reading."""
+        try:
+            if not self._connection.poll(self._timeout):
+                self.reading.error = f"no answer within {self._timeout:.0f} s"
+            else:
+                answer: dict[str, Any] = self._connection.recv()
+                if "error" not in answer:
+                    return answer
+                self.reading.error = answer["error"]
+        except (EOFError, ConnectionError):
+            self._process.join()
+            self.reading.error = f"died with exit code {self._process.exitcode}"
+        self.reading.seconds.clear()  # a candidate that breaks off has no rate
+        self._process.kill()
+        return None
+
+
+def _serve(connection: Connection, spec: Spec) -> None:
+    try:
+        module, _, name = spec.factory.partition(":")
+        work: Work = getattr(importlib.import_module(module), name)(**spec.arguments)
+        connection.send({"units": work.units})
+        while True:
+            connection.recv()
+            begun = time.perf_counter()
+            work.run()
+            connection.send({"seconds": time.perf_counter() - begun, "peak_bytes": _peak_bytes()})
+    except (EOFError, KeyboardInterrupt):
+        return  # the parent is gone, or going
+    except Exception as error:
+        reason = " ".join(str(error).split())
+        connection.send({"error": f"{type(error).__name__}: {reason[:300]}"})
+
+
+def _peak_bytes() -> int:
+    """The most memory this process has held; getrusage would count the parent's too on Linux."""
+    status = Path("/proc/self/status")
+    if status.exists():
+        line = next(row for row in status.read_text().splitlines() if row.startswith("VmHWM"))
+        return 1024 * int(line.split()[1])
+    peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+    return peak if sys.platform == "darwin" else 1024 * peak

@@ -1,0 +1,52 @@
+"""Benchmarks as tables for a terminal."""
+
+from typing import Any
+
+from rich.console import Console
+from rich.table import Table
+
+
+def print_benchmarks(results: dict[str, Any], console: Console) -> None:
+    for name, benchmark in results["benchmarks"].items():
+        console.print(_table(name, benchmark))
+        for line in _notes(benchmark):
+            console.print(line, highlight=False, markup=False)
+        console.print()
+
+
+def _table(name: str, benchmark: dict[str, Any]) -> Table:
+    table = Table(title=name, title_justify="left", box=None, pad_edge=False)
+    for heading in ("", benchmark["unit"], "we are", "first time", "peak memory"):
+        table.add_column(heading, justify="left" if not heading else "right")
+    for row in benchmark["rows"]:
+        if row["rate"] is None:
+            table.add_row(row["name"], "-", "", "", "")
+            continue
+        ratio = benchmark["ours_to"].get(row["name"])
+        table.add_row(
+            row["name"],
+            f"{row['rate']:,.0f}",
+            "" if ratio is None else f"{ratio:.2f} x",
+            f"{row['first_seconds']:.1f} s",
+            f"{row['peak_bytes'] / 1e6:,.0f} MB",
+        )
+    return table
+
+
+def _notes(benchmark: dict[str, Any]) -> list[str]:
+    notes = [
+        f"{row['name']}: not measured ({row['error']})"
+        for row in benchmark["rows"]
+        if row["rate"] is None
+    ]
+    rounds = max((len(row["seconds"]) for row in benchmark["rows"]), default=0)
+    notes.append(f"Medians of {rounds} rounds in which all took turns, a process each.")
+    if benchmark["sweep"]:
+        swept = [row for row in benchmark["sweep"] if row["rate"] is not None]
+        tried = ", ".join(f"{row['name']} {row['rate']:,.0f}" for row in swept)
+        notes.append(f"Settings tried, one turn each: {tried or 'none worked'}.")
+    ratio = benchmark.get("time_at_many_to_few")
+    if ratio is not None:
+        first, second = (row["name"] for row in benchmark["rows"][:2])
+        notes.append(f"Time of `{first}`: {ratio:.2f} x that of `{second}`.")
+    return notes

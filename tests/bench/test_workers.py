@@ -1,0 +1,104 @@
+"""Candidates take turns, each in its own process, and none takes another with it."""
+
+import os
+import signal
+import time
+from pathlib import Path
+
+from residual_ebm.bench.workers import Spec, Work, alternate
+
+HERE = f"{__name__}:"
+
+
+def sleeping(seconds: float, units: int) -> Work:
+    return Work(lambda: time.sleep(seconds), units)
+
+
+def noting(path: str, name: str) -> Work:
+    def run() -> None:
+        with Path(path).open("a") as file:
+            file.write(f"{name} {os.getpid()}\n")
+
+    return Work(run, 1)
+
+
+def missing() -> Work:
+    raise ModuleNotFoundError("No module named 'engine'")
+
+
+def failing_later(times: int) -> Work:
+    left = [times]
+
+    def run() -> None:
+        left[0] -= 1
+        if left[0] < 0:
+            raise ValueError("worn\nout")
+
+    return Work(run, 1)
+
+
+def dying() -> Work:
+    return Work(lambda: os.kill(os.getpid(), signal.SIGKILL), 1)
+
+
+def holding(megabytes: int) -> Work:
+    def run() -> None:
+        bytearray(megabytes * 10**6)
+
+    return Work(run, 1)
+
+
+def test_rates_are_units_by_median_seconds() -> None:
+    (reading,) = alternate(
+        [Spec("s", f"{HERE}sleeping", {"seconds": 0.05, "units": 10})], 3, timeout=60
+    )
+    assert len(reading.seconds) == 3
+    assert reading.rate is not None
+    assert 100 < reading.rate <= 200
+    assert reading.first_seconds is not None
+    assert reading.error is None
+
+
+def test_candidates_take_turns_in_processes_of_their_own(tmp_path: Path) -> None:
+    path = str(tmp_path / "turns")
+    specs = [Spec(name, f"{HERE}noting", {"path": path, "name": name}) for name in "ab"]
+    alternate(specs, 2, timeout=60)
+    turns = [line.split() for line in Path(path).read_text().splitlines()]
+    assert [name for name, _ in turns] == list("ababab")
+    assert len({process for _, process in turns}) == 2
+    assert str(os.getpid()) not in {process for _, process in turns}
+
+
+def test_a_broken_candidate_has_a_reason_and_no_rate() -> None:
+    broken = [
+        Spec("missing", f"{HERE}missing", {}),
+        Spec("failing", f"{HERE}failing_later", {"times": 2}),
+        Spec("dying", f"{HERE}dying", {}),
+    ]
+    fine = Spec("fine", f"{HERE}sleeping", {"seconds": 0.0, "units": 1})
+    *readings, last = alternate([*broken, fine], 3, timeout=60)
+    assert [reading.error for reading in readings] == [
+        "ModuleNotFoundError: No module named 'engine'",
+        "ValueError: worn out",
+        "died with exit code -9",
+    ]
+    assert all(reading.rate is None for reading in readings)
+    assert len(last.seconds) == 3
+
+
+def test_a_candidate_that_hangs_is_given_up() -> None:
+    begun = time.monotonic()
+    (reading,) = alternate(
+        [Spec("s", f"{HERE}sleeping", {"seconds": 100, "units": 1})], 1, timeout=2
+    )
+    assert reading.error == "no answer within 2 s"
+    assert time.monotonic() - begun < 50
+
+
+def test_peaks_of_memory_are_each_candidates_own() -> None:
+    small, large = alternate(
+        [Spec(str(size), f"{HERE}holding", {"megabytes": size}) for size in (1, 400)], 1, timeout=60
+    )
+    assert small.peak_bytes is not None
+    assert large.peak_bytes is not None
+    assert 300e6 < large.peak_bytes - small.peak_bytes < 500e6
