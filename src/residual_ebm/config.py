@@ -159,16 +159,23 @@ class TrainingConfig(Section):
 
 
 class LanguageModelConfig(Section):
-    """`source: scratch` with an architecture, or a pretrained one, trained further or as it is."""
+    """`source: scratch` with an architecture, or a pretrained one, trained further or as it is.
+
+    With `residual_of` it is a RALM: this model is P_phi, trained on top of another one of the
+    recipe, which stays as it is.
+    """
 
     name: Name
     source: str = SCRATCH
     architecture: dict[str, Any] | None = None  # transformers' model_type and its arguments
+    residual_of: str | None = None
     training: TrainingConfig | None = None
 
     @model_validator(mode="after")
     def _scratch_needs_both(self) -> Self:
         _check_scratch(self.source, self.architecture, self.training)
+        if self.residual_of is not None and self.training is None:
+            raise refusal("a residual must learn; add it", at="training", value="(missing)")
         return self
 
 
@@ -299,13 +306,17 @@ class Recipe(Section):
                 if names.count(name) > 1:
                     raise refusal("is there twice; rename one", at=kind, value=name)
         models = [model.name for model in self.language_models]
+        plain = [model.name for model in self.language_models if model.residual_of is None]
+        for number, model in enumerate(self.language_models):
+            before = [name for name in models[:number] if name in plain]
+            _check_reference(f"language_models.{model.name}.residual_of", model.residual_of, before)
         encoders = [encoder.name for encoder in self.encoders]
         for energy in self.energies:
             place = f"energies.{energy.name}"
             _check_reference(f"{place}.language_model", energy.language_model, models)
             scheme, _, target = (energy.source or "").partition(":")
             if scheme == "lm":
-                _check_reference(f"{place}.source", target, models)
+                _check_reference(f"{place}.source", target, plain)
             if scheme == "encoder":
                 _check_reference(f"{place}.source", target, encoders)
         return self

@@ -6,6 +6,7 @@ means nothing for another P_LM. Its folder remembers that LM's fingerprint and l
 Shapes: B blocks, T tokens of a block.
 """
 
+from collections.abc import Iterator
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any, cast
@@ -25,10 +26,12 @@ from residual_ebm.files.storage import (
     write_json,
 )
 from residual_ebm.models.device import DTYPES, resolve_precision
-from residual_ebm.models.energy_inputs import TextBridge
+from residual_ebm.models.energy_batches import encoder_batches
+from residual_ebm.models.energy_inputs import TextBridge, TextInputs
 from residual_ebm.models.energy_networks import HeadEnergy, TransformerEnergy
 from residual_ebm.models.language_model import LanguageModel, TokenFeatures, continuation_mask
 from residual_ebm.models.loading import context_length, load_pretrained, load_tokenizer
+from residual_ebm.models.shared_prefix import can_share_prefix
 from residual_ebm.progress import QUIET, Progress
 
 _INFO = "energy.json"
@@ -158,6 +161,13 @@ class EnergyModel:
         inputs = self._bridge(ids_BT, length_B)
         return cast(Tensor, self.network(type(inputs)(*(part.to(device) for part in inputs))))
 
+    def _reads_a_prefix_once(self) -> bool:
+        return (
+            self.info.kind == "unit"
+            and isinstance(self.network, TransformerEnergy)
+            and can_share_prefix(self.network.backbone)
+        )
+
     def of_features(self, features: TokenFeatures, mask_BC: Tensor) -> Tensor:
         """HeaT's energies of what P_LM computed."""
         assert isinstance(self.network, HeadEnergy)
@@ -185,11 +195,37 @@ class EnergyModel:
     ) -> Tensor:
         """Energies of blocks, float32; `length_B` counts a block's tokens without padding, and
         `prefix_length` is for prefixes of another length than the energy was trained on."""
-        parts = []
+        energy_B = torch.empty(len(ids_BT), device=self.language_model.device)
         with progress.bar("scoring", len(ids_BT)) as bar:
-            for start in range(0, len(ids_BT), batch_size):
-                rows = slice(start, start + batch_size)
-                lengths = None if length_B is None else length_B[rows]
-                parts.append(self(ids_BT[rows], lengths, prefix_length).float())
-                bar.advance(len(parts[-1]))
-        return torch.cat(parts)
+            for rows, part in self._batches(ids_BT, length_B, prefix_length, batch_size):
+                energy_B[rows] = part.float()
+                bar.advance(len(part))
+        return energy_B
+
+    def _batches(
+        self,
+        ids_BT: Tensor,
+        length_B: Tensor | None,
+        prefix_length: int | None,
+        batch_size: int,
+    ) -> Iterator[tuple[Any, Tensor]]:
+        """Energies of some blocks at a time, with where they belong."""
+        device = self.language_model.device
+        if self._bridge is not None and not self._bridge.same and len(ids_BT):
+            for rows_B, inputs in encoder_batches(self._bridge, ids_BT, length_B, batch_size):
+                yield rows_B, self.network(TextInputs(*(part.to(device) for part in inputs)))
+            return
+        for start in range(0, len(ids_BT), batch_size):
+            rows = slice(start, start + batch_size)
+            lengths = None if length_B is None else length_B[rows]
+            if self._reads_a_prefix_once():
+                assert self._bridge is not None
+                assert isinstance(self.network, TransformerEnergy)
+                inputs = self._bridge(ids_BT[rows], lengths)
+                inputs = TextInputs(*(part.to(device) for part in inputs))
+                yield (
+                    rows,
+                    self.network.after_prefix(inputs, prefix_length or self.info.prefix_length),
+                )
+            else:
+                yield rows, self(ids_BT[rows], lengths, prefix_length)

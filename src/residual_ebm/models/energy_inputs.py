@@ -81,7 +81,13 @@ class TextBridge:
         if self.same:
             self._check_length(ids_BT.shape[1])
             return TextInputs(ids_BT, block_mask(ids_BT, length_B))
-        encoded = [self._fitting(ids) for ids in self._encode(ids_BT, length_B)]
+        return self.pad(self.encode(ids_BT, length_B))
+
+    def encode(self, ids_BT: Tensor, length_B: Tensor | None) -> list[list[int]]:
+        """What the network reads of each block, without padding."""
+        return [self._fitting(ids) for ids in self._encode(ids_BT, length_B)]
+
+    def pad(self, encoded: list[list[int]]) -> TextInputs:
         longest = max(len(ids) for ids in encoded)
         ids_BL = torch.full((len(encoded), longest), self._padding, dtype=torch.int64)
         mask_BL = torch.zeros_like(ids_BL)

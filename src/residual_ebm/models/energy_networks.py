@@ -17,6 +17,7 @@ from residual_ebm.config import HeadConfig
 from residual_ebm.models.energy_inputs import TextInputs
 from residual_ebm.models.language_model import TokenFeatures
 from residual_ebm.models.loading import train_every_embedding
+from residual_ebm.models.shared_prefix import run_after_prefix
 
 
 def masked_mean(hidden_BLH: Tensor, mask_BL: Tensor) -> Tensor:
@@ -49,6 +50,15 @@ class TransformerEnergy(nn.Module):
         hidden_BLH = self.backbone(
             input_ids=inputs.ids_BL, attention_mask=inputs.mask_BL, **arguments
         ).last_hidden_state
+        return _in_float32(self.scalar, masked_mean(hidden_BLH, inputs.mask_BL))
+
+    def after_prefix(self, inputs: TextInputs, prefix_length: int) -> Tensor:
+        """The same, of a causal backbone: a prefix that blocks have in common is read once."""
+        prefix_length = min(prefix_length, inputs.ids_BL.shape[1])
+        outputs = run_after_prefix(self.backbone, inputs.ids_BL, prefix_length)
+        prefix_GPH, *rest = (output.last_hidden_state for output in outputs)
+        repeats = len(inputs.ids_BL) // len(prefix_GPH)
+        hidden_BLH = torch.cat([prefix_GPH.repeat_interleave(repeats, dim=0), *rest], dim=1)
         return _in_float32(self.scalar, masked_mean(hidden_BLH, inputs.mask_BL))
 
 

@@ -11,6 +11,7 @@ from residual_ebm.assets.resolve import local_source
 from residual_ebm.errors import UserError
 from residual_ebm.files.hub import hub_is_out_of_reach
 from residual_ebm.files.storage import check_manifest, is_complete
+from residual_ebm.models import ralm  # noqa: F401  (so that transformers knows its name)
 
 # transformers has bars and advice of its own; our progress and errors say what a user needs.
 transformers.utils.logging.disable_progress_bar()

@@ -21,7 +21,13 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from transformers import AttentionInterface, Cache, DynamicCache, PreTrainedModel
+from transformers import (
+    AttentionInterface,
+    Cache,
+    DynamicCache,
+    PretrainedConfig,
+    PreTrainedModel,
+)
 from transformers.cache_utils import DynamicLayer
 from transformers.masking_utils import AttentionMaskInterface
 
@@ -32,11 +38,21 @@ _NAME = "residual_ebm_shared_prefix"
 
 def can_share_prefix(model: PreTrainedModel) -> bool:
     """Whether the model's attention is what this file computes: causal, over everything before."""
-    config = model.config
+    return bool(getattr(model, "_supports_attention_backend", False)) and all(
+        map(_attends_to_everything, _configs(model))
+    )
+
+
+def _configs(model: PreTrainedModel) -> list[PretrainedConfig]:
+    """Of a model and of the models inside it."""
+    parts = (module for module in model.modules() if isinstance(module, PreTrainedModel))
+    return list({id(part.config): part.config for part in parts}.values())
+
+
+def _attends_to_everything(config: PretrainedConfig) -> bool:
     layer_types = set(getattr(config, "layer_types", None) or ["full_attention"])
     return (
-        bool(getattr(model, "_supports_attention_backend", False))
-        and layer_types == {"full_attention"}
+        layer_types == {"full_attention"}
         and getattr(config, "attn_logit_softcapping", None) is None
         and not (getattr(config, "sliding_window", None) and not hasattr(config, "layer_types"))
         # GPT-2's options that scale or upcast scores layer by layer.
@@ -87,40 +103,53 @@ class AfterPrefix(Cache):
 def shared_prefix(model: PreTrainedModel, cache: AfterPrefix) -> Iterator[None]:
     """Within, the model's rows attend to the prefix in `cache` and to their own tokens."""
     token = _layers.set(cache.own)
-    before = model.config._attn_implementation
-    model.config._attn_implementation = _NAME
+    before = [(config, config._attn_implementation) for config in _configs(model)]
+    for config, _ in before:
+        config._attn_implementation = _NAME
     try:
         yield
     finally:
-        model.config._attn_implementation = before
+        for config, implementation in before:
+            config._attn_implementation = implementation
         _layers.reset(token)
 
 
-def forward_after_prefix(
-    model: PreTrainedModel, ids_NT: Tensor, prefix_length: int
-) -> list[Tensor]:
-    """Logits behind the prefix, (G, 1, V), and behind each token after it, (N, T - p, V).
+def run_after_prefix(
+    model: PreTrainedModel,
+    ids_NT: Tensor,
+    prefix_length: int,
+    **of_prefix: Any,
+) -> list[Any]:
+    """What a model gives for the prefixes, G rows, and for the tokens after them, N rows.
 
     Rows that follow each other with the same prefix share it, if each prefix has as many rows.
+    `of_prefix` are arguments for the prefixes alone.
     """
     prefix_GP, count_G = ids_NT[:, :prefix_length].unique_consecutive(dim=0, return_counts=True)
     if not bool((count_G == count_G[0]).all()):
         prefix_GP = ids_NT[:, :prefix_length]
     cache = DynamicCache()
-    logits = [model(prefix_GP, past_key_values=cache, use_cache=True, logits_to_keep=1).logits]
+    outputs = [model(prefix_GP, past_key_values=cache, use_cache=True, **of_prefix)]
     length = ids_NT.shape[1]
     if length > prefix_length:
         after = AfterPrefix(cache, num_tokens=1)
         with shared_prefix(model, after):
-            position_1L = torch.arange(prefix_length, length, device=ids_NT.device)[None]
-            rest_NLV = model(
+            rest = model(
                 ids_NT[:, prefix_length:],
                 past_key_values=after,
-                position_ids=position_1L,
+                position_ids=torch.arange(prefix_length, length, device=ids_NT.device)[None],
                 use_cache=True,
-            ).logits
-        logits.append(rest_NLV)
-    return logits
+            )
+        outputs.append(rest)
+    return outputs
+
+
+def forward_after_prefix(
+    model: PreTrainedModel, ids_NT: Tensor, prefix_length: int
+) -> list[Tensor]:
+    """Logits behind the prefix, (G, 1, V), and behind each token after it, (N, T - p, V)."""
+    outputs = run_after_prefix(model, ids_NT, prefix_length, logits_to_keep=1)
+    return [output.logits for output in outputs]
 
 
 def _attend(

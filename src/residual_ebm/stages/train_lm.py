@@ -17,6 +17,7 @@ from residual_ebm.models.device import quick_backward, resolve_device, use_recip
 from residual_ebm.models.energy_inputs import same_vocabulary
 from residual_ebm.models.language_model import end_of_text_id
 from residual_ebm.models.loading import load_pretrained, load_tokenizer
+from residual_ebm.models.ralm import RalmForCausalLM
 from residual_ebm.models.training import History, batch_indices, forget_training
 from residual_ebm.models.vocabulary_loss import next_token_loss
 from residual_ebm.progress import QUIET, Progress
@@ -29,7 +30,8 @@ from residual_ebm.stages.training_run import (
     train_in_run,
 )
 
-SENTENCE = "Training the language model {name}, which is P_LM"
+SENTENCE = "Training the language model {name}"
+SENTENCE_RESIDUAL = "Training the residual of {base} that makes the language model {name}"
 SENTENCE_AS_IT_IS = "Taking {source} as it is for the language model {name}"
 _VALIDATION_WINDOWS = 256
 
@@ -38,10 +40,16 @@ def run(recipe: Recipe, run_dir: RunDirectory, progress: Progress = QUIET) -> No
     use_recipe_threads(recipe)
     for config in recipe.language_models:
         if not is_complete(run_dir.language_model(config.name)):
-            sentence = SENTENCE if config.training else SENTENCE_AS_IT_IS
-            progress.stage(sentence.format(name=config.name, source=config.source))
+            progress.stage(_sentence(config))
             _make(recipe, config, run_dir, progress)
         forget_training(resume_folder(run_dir.language_model(config.name)))
+
+
+def _sentence(config: LanguageModelConfig) -> str:
+    if config.residual_of is not None:
+        return SENTENCE_RESIDUAL.format(name=config.name, base=config.residual_of)
+    sentence = SENTENCE if config.training else SENTENCE_AS_IT_IS
+    return sentence.format(name=config.name, source=config.source)
 
 
 def _make(
@@ -49,7 +57,13 @@ def _make(
 ) -> None:
     check_manifest(run_dir.blocks)
     tokenizer = load_tokenizer(str(run_dir.blocks / "tokenizer"), "tokenizer")
-    model = _initial_model(recipe, config, tokenizer).to(resolve_device(recipe.device))
+    model = _initial_model(recipe, config, tokenizer)
+    if config.residual_of is not None:
+        field = f"language_models.{config.name}.residual_of"
+        source = str(run_dir.language_model(config.residual_of))
+        base = load_pretrained(AutoModelForCausalLM, source, field, dtype=torch.float32)
+        model = RalmForCausalLM.of(base, model)
+    model = model.to(resolve_device(recipe.device))
     folder = run_dir.language_model(config.name)
     history = History()
     if config.training is not None:

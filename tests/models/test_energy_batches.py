@@ -1,0 +1,83 @@
+"""Scoring many blocks gives what scoring them one by one gives, in the order they came.
+
+Shapes: B blocks, T tokens of a block.
+"""
+
+import pytest
+import torch
+import toys
+from torch import Tensor
+
+from residual_ebm.config import ContinuationMode
+from residual_ebm.models import energy_batches
+from residual_ebm.models.energy_networks import TransformerEnergy
+
+each_energy = pytest.mark.parametrize("name", toys.ENERGIES)
+
+
+def some_blocks(mode: ContinuationMode) -> tuple[Tensor, Tensor | None]:
+    """Four prefixes, the first three with five blocks each, the last with two."""
+    draw = torch.Generator().manual_seed(0)
+    prefix_GP = torch.randint(3, 7, (4, toys.PREFIX_LENGTH), generator=draw)
+    prefix_BP = prefix_GP.repeat_interleave(torch.tensor([5, 5, 5, 2]), dim=0)
+    rest_BC = torch.randint(3, 7, (len(prefix_BP), toys.NUM_NEW), generator=draw)
+    ids_BT = torch.cat([prefix_BP, rest_BC], dim=1)
+    if mode == "fixed":
+        return ids_BT, None
+    length_B = torch.randint(
+        toys.PREFIX_LENGTH + 1, toys.BLOCK_LENGTH + 1, (len(ids_BT),), generator=draw
+    )
+    for row, length in enumerate(length_B.tolist()):
+        ids_BT[row, length:] = toys.END
+    return ids_BT, length_B
+
+
+@each_energy
+@pytest.mark.parametrize("mode", toys.MODES)
+@pytest.mark.parametrize("batch_size", [1, 5, 6, 100])
+def test_many_blocks_are_scored_as_each_alone(
+    monkeypatch: pytest.MonkeyPatch, name: str, mode: ContinuationMode, batch_size: int
+) -> None:
+    monkeypatch.setattr(energy_batches, "_BATCHES_AT_ONCE", 2)
+    energy = toys.trained_energy(name, mode)
+    ids_BT, length_B = some_blocks(mode)
+    scored_B = energy.energy(ids_BT, length_B, batch_size=batch_size)
+    with torch.no_grad():
+        alone_B = torch.cat(
+            [
+                energy(ids_BT[row : row + 1], None if length_B is None else length_B[row : row + 1])
+                for row in range(len(ids_BT))
+            ]
+        )
+    assert alone_B.std() > 0.1
+    torch.testing.assert_close(scored_B, alone_B, rtol=1e-4, atol=1e-4)
+
+
+def test_a_causal_energy_reads_a_prefix_once() -> None:
+    energy = toys.trained_energy("unit")
+    assert isinstance(energy.network, TransformerEnergy)
+    read: list[tuple[int, ...]] = []
+    energy.network.backbone.get_input_embeddings().register_forward_pre_hook(
+        lambda _module, inputs: read.append(tuple(inputs[0].shape))
+    )
+    ids_BT, _ = some_blocks("fixed")
+    energy.energy(ids_BT[:15], batch_size=15)
+    assert read == [(3, toys.PREFIX_LENGTH), (15, toys.NUM_NEW)]
+
+
+def test_blocks_of_similar_length_share_a_batch() -> None:
+    energy = toys.trained_energy("bit_bpe", "until_end")
+    bridge = energy._bridge
+    assert bridge is not None
+    ids_BT, length_B = some_blocks("until_end")
+    batches = list(energy_batches.encoder_batches(bridge, ids_BT, length_B, 4))
+    assert sorted(torch.cat([rows for rows, _ in batches]).tolist()) == list(range(len(ids_BT)))
+    widths = [inputs.ids_BL.shape[1] for _, inputs in batches]
+    assert widths == sorted(widths)
+    assert widths[0] < widths[-1]
+
+
+def test_no_blocks_have_no_energies() -> None:
+    for name in toys.ENERGIES:
+        energy = toys.trained_energy(name)
+        assert energy.energy(torch.zeros(0, toys.BLOCK_LENGTH, dtype=torch.int64)).shape == (0,)
