@@ -18,7 +18,7 @@ demo: $(STAMP)
 	$(BIN)/rebm run quickstart
 
 bench: $(STAMP)
-	$(BIN)/rebm bench
+	$(BIN)/rebm bench --page docs/benchmarks.md
 
 docs: $(STAMP)
 	$(BIN)/python -m residual_ebm.command_help > docs/commands.md

@@ -880,5 +880,9 @@ def test_a_benchmark_that_is_not_there_is_refused(rebm: Rebm) -> None:
     assert_fault(rebm("bench", "decode", "nonsense"), "benchmark", "nonsense", "there are decode")
 
 
+def test_a_page_must_be_markdown(rebm: Rebm) -> None:
+    assert_fault(rebm("bench", "--page", "page.html"), "--page", "page.html", "ends in .md")
+
+
 def test_no_rounds_are_refused(rebm: Rebm) -> None:
     assert_fault(rebm("bench", "--repeats", "0"), "--repeats", 0, "must be at least 1")

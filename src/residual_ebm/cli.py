@@ -96,6 +96,9 @@ def build_parser() -> argparse.ArgumentParser:
     bench.set_defaults(call=commands.bench)
     bench.add_argument("names", nargs="*", metavar="NAME", help="benchmarks to run; default: all")
     bench.add_argument("--repeats", type=int, default=5, metavar="N", help="rounds; default 5")
+    bench.add_argument(
+        "--page", type=Path, metavar="FILE.md", help="also write a page, its chart and its numbers"
+    )
 
     for command in commands_.choices.values():
         command.add_argument("--json", action="store_true", help=JSON_HELP)

@@ -296,7 +296,7 @@ def gap(run: Path, energy: str | None, num_passages: int) -> Output:
     return _lines(data, lines)
 
 
-def bench(names: list[str], repeats: int) -> Output:
+def bench(names: list[str], repeats: int, page: Path | None) -> Output:
     from residual_ebm.bench.benchmarks import BENCHMARKS, Setting, run_benchmarks
     from residual_ebm.report.bench_table import print_benchmarks
 
@@ -306,5 +306,11 @@ def bench(names: list[str], repeats: int) -> Output:
     if repeats < 1:
         raise UserError("--repeats", repeats, "must be at least 1")
     setting = Setting(repeats=repeats)
+    if page is not None and page.suffix != ".md":
+        raise UserError("--page", page, "name a file that ends in .md")
     data = run_benchmarks(names or list(BENCHMARKS), setting, TerminalProgress())
+    if page is not None:
+        from residual_ebm.report.bench_page import write_page
+
+        write_page(data, page)
     return Output(data, lambda: print_benchmarks(data, Console()))

@@ -11,6 +11,7 @@ from torch import Tensor
 
 from residual_ebm.config import ContinuationMode
 from residual_ebm.errors import UserError
+from residual_ebm.models import decoding
 from residual_ebm.models.decoding import (
     UNTRUNCATED,
     Decoded,
@@ -358,3 +359,13 @@ def test_decoding_may_stop_early_when_every_row_has_ended() -> None:
     assert steps == [0]
     assert decoded.length_N.tolist() == [1] * 4
     assert decoded.ids_NC.tolist() == [[toys.END] * 6] * 4
+
+
+def test_a_prefix_that_cannot_be_shared_is_told_once(caplog: pytest.LogCaptureFixture) -> None:
+    decoding._tell_once.cache_clear()
+    for model_type in ("llama", "mistral", "mistral"):
+        decode_prompt(toys.language_model(model_type), torch.tensor([3, 4, 3]), 4, 2, "fixed")
+    told = [record.getMessage() for record in caplog.records if record.name == decoding.__name__]
+    assert told == [
+        "MistralForCausalLM has attention of its own; its prefix is repeated for each sample"
+    ]

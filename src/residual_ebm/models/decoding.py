@@ -9,9 +9,10 @@ V vocabulary.
 """
 
 import contextlib
+import functools
+import logging
 from collections.abc import Callable
 from dataclasses import dataclass
-from functools import partial
 from typing import Any, NamedTuple, cast
 
 import torch
@@ -28,6 +29,9 @@ from residual_ebm.models.vocabulary import (
     summarise,
     top_tokens,
 )
+
+
+_logger = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True)
@@ -95,7 +99,7 @@ def draw_token(logits_NV: Tensor, uniform_N: Tensor, truncation: Truncation) -> 
     """A token for each row, from P_LM or what truncation leaves of it."""
     summary = summarise(logits_NV)
     if truncation.describe():
-        draw = partial(_draw_truncated, truncation=truncation)
+        draw = functools.partial(_draw_truncated, truncation=truncation)
         token_N, proposal_N = few_rows_at_once(draw, logits_NV, uniform_N)
         log_prob_N = summary.log_prob(logits_NV, token_N)
     else:
@@ -158,6 +162,11 @@ def decode(
     return Decoded(ids_NC, length_N, log_prob_NC, proposal_NC, entropy_NC)
 
 
+@functools.cache
+def _tell_once(model: str) -> None:
+    _logger.warning("%s has attention of its own; its prefix is repeated for each sample", model)
+
+
 def _steps(
     model: PreTrainedModel,
     prefix_length: int,
@@ -172,6 +181,7 @@ def _steps(
         # The last token is drawn but never read again, so it needs no room.
         cache = AfterPrefix(prefix_cache, num_tokens - 1)
     else:
+        _tell_once(type(model).__name__)
         prefix_cache.batch_repeat_interleave(samples_per_prefix)
 
     def next_logits(ids_N1: Tensor, number: int) -> Tensor:

@@ -1,0 +1,95 @@
+"""Benchmarks as a page: tables in Markdown, a chart, and the numbers themselves beside it."""
+
+import io
+from pathlib import Path
+from typing import Any
+
+from residual_ebm.files.storage import write_bytes, write_json
+
+_COLOURS = {"ours": "#2a7f62", "other": "#8a8f98"}
+
+
+def write_page(results: dict[str, Any], path: Path) -> None:
+    """PATH.md, with PATH.svg and PATH.json beside it."""
+    chart, numbers = path.with_suffix(".svg"), path.with_suffix(".json")
+    write_json(numbers, results)
+    write_bytes(chart, _chart(results))
+    write_bytes(path, _markdown(results, chart.name, numbers.name).encode())
+
+
+def _markdown(results: dict[str, Any], chart: str, numbers: str) -> str:
+    machine, setting = results["machine"], results["setting"]
+    lines = [
+        "# Benchmarks",
+        "",
+        f"Made by `rebm bench --page`, version {results['version']}, on {machine['cores']} cores"
+        f" ({machine['processor']}), {setting['threads']} threads, {setting['precision']} unless"
+        f" said otherwise. All numbers: [{numbers}]({numbers}).",
+        "",
+        "Candidates run in processes of their own and take turns; rates are medians of"
+        f" {setting['repeats']} rounds. *First time* includes compilation. An alternative with"
+        " settings was swept first, one turn each, and takes part at its best.",
+        "",
+        f"![How many times as fast as each alternative]({chart})",
+    ]
+    for name, benchmark in results["benchmarks"].items():
+        lines += ["", f"## {name}", "", *_table(benchmark)]
+        for row in benchmark["rows"]:
+            if row["rate"] is None:
+                lines += ["", f"{row['name']}: not measured ({row['error']})."]
+        ratio = benchmark.get("time_at_many_to_few")
+        if ratio is not None:
+            first, second = (row["name"] for row in benchmark["rows"][:2])
+            lines += ["", f"Time of `{first}`: {ratio:.2f} times that of `{second}`."]
+        if benchmark["sweep"]:
+            lines += ["", "Settings tried:", ""]
+            lines += [
+                f"- {row['name']}: "
+                + (f"{row['rate']:,.0f} {benchmark['unit']}" if row["rate"] else row["error"])
+                for row in benchmark["sweep"]
+            ]
+    return "\n".join(lines) + "\n"
+
+
+def _table(benchmark: dict[str, Any]) -> list[str]:
+    lines = [
+        f"| | {benchmark['unit']} | we are | first time | peak memory |",
+        "| --- | ---: | ---: | ---: | ---: |",
+    ]
+    for row in benchmark["rows"]:
+        if row["rate"] is None:
+            continue
+        ratio = benchmark["ours_to"].get(row["name"])
+        lines.append(
+            f"| {row['name']} | {row['rate']:,.0f} | {'' if ratio is None else f'{ratio:.2f} x'}"
+            f" | {row['first_seconds']:.1f} s | {row['peak_bytes'] / 1e6:,.0f} MB |"
+        )
+    return lines
+
+
+def _chart(results: dict[str, Any]) -> bytes:
+    """A bar for every alternative of every benchmark: our rate by its rate."""
+    import matplotlib
+
+    matplotlib.use("svg")
+    from matplotlib import pyplot
+
+    bars = [
+        (f"{name}: {other}", ratio)
+        for name, benchmark in results["benchmarks"].items()
+        for other, ratio in benchmark["ours_to"].items()
+    ][::-1]
+    # The same numbers give the same file.
+    with matplotlib.rc_context({"svg.hashsalt": "residual-ebm", "svg.fonttype": "none"}):
+        figure, axes = pyplot.subplots(figsize=(8, 0.8 + 0.32 * max(1, len(bars))))
+        colours = [_COLOURS["ours" if ratio >= 1 else "other"] for _, ratio in bars]
+        drawn = axes.barh([label for label, _ in bars], [ratio for _, ratio in bars], color=colours)
+        axes.bar_label(drawn, [f" {ratio:.1f} x" for _, ratio in bars])
+        axes.axvline(1, color="black", linewidth=0.8)
+        axes.set_xlabel("our rate by theirs")
+        axes.spines[["top", "right"]].set_visible(False)
+        axes.margins(x=0.12)
+        image = io.BytesIO()
+        figure.savefig(image, format="svg", bbox_inches="tight", metadata={"Date": None})
+        pyplot.close(figure)
+    return image.getvalue()

@@ -1,0 +1,64 @@
+"""The page of benchmarks says what was measured, what was not, and why."""
+
+import json
+from pathlib import Path
+from typing import Any
+
+from residual_ebm.report.bench_page import write_page
+
+
+def row(name: str, rate: float | None, **more: Any) -> dict[str, Any]:
+    measured = {"first_seconds": 12.5, "seconds": [1.0], "peak_bytes": 3_000_000, "error": None}
+    broken: dict[str, Any] = {
+        "first_seconds": None,
+        "seconds": [],
+        "peak_bytes": None,
+        "error": "not installed",
+    }
+    return {"name": name, "rate": rate, **(broken if rate is None else measured), **more}
+
+
+RESULTS = {
+    "version": "1.2.3",
+    "machine": {"cores": 2, "processor": "A processor", "python": "3.11"},
+    "setting": {"threads": 2, "precision": "bfloat16", "repeats": 5},
+    "benchmarks": {
+        "decode": {
+            "unit": "tokens/s",
+            "rows": [row("ours", 3000.0), row("theirs", 1500.0), row("engine", None)],
+            "sweep": [row("theirs, batch 16", 700.0), row("theirs, batch 32", None)],
+            "ours_to": {"theirs": 2.0},
+        },
+        "evaluate": {
+            "unit": "samples/s",
+            "rows": [row("ours, n = 10", 20.0), row("ours, n = 1", 21.0)],
+            "sweep": [],
+            "ours_to": {"ours, n = 1": 0.95},
+            "time_at_many_to_few": 10.5,
+        },
+    },
+}
+
+
+def test_the_page_holds_every_number(tmp_path: Path) -> None:
+    path = tmp_path / "speed.md"
+    write_page(RESULTS, path)
+    page = path.read_text()
+    assert "| theirs | 1,500 | 2.00 x | 12.5 s | 3 MB |" in page
+    assert "| ours | 3,000 |  | 12.5 s | 3 MB |" in page
+    assert "engine: not measured (not installed)." in page
+    assert "- theirs, batch 16: 700 tokens/s" in page
+    assert "- theirs, batch 32: not installed" in page
+    assert "Time of `ours, n = 10`: 10.50 times that of `ours, n = 1`." in page
+    assert "![How many times as fast as each alternative](speed.svg)" in page
+    assert json.loads((tmp_path / "speed.json").read_text()) == RESULTS
+
+
+def test_the_chart_has_a_bar_for_each_alternative_and_is_repeatable(tmp_path: Path) -> None:
+    for name in ("one", "two"):
+        write_page(RESULTS, tmp_path / f"{name}.md")
+    chart = (tmp_path / "one.svg").read_bytes()
+    assert chart == (tmp_path / "two.svg").read_bytes()
+    text = chart.decode()
+    for label in ("decode: theirs", "evaluate: ours, n = 1", "2.0 x", "0.9 x"):
+        assert label in text
