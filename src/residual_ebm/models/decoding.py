@@ -30,7 +30,6 @@ from residual_ebm.models.vocabulary import (
     top_tokens,
 )
 
-
 _logger = logging.getLogger(__name__)
 
 
