@@ -51,6 +51,9 @@ def build_parser() -> argparse.ArgumentParser:
     run = commands_.add_parser("run", help="run every stage of a recipe, skipping what is done")
     run.set_defaults(call=commands.run)
     _add_recipe_arguments(run)
+    run.add_argument(
+        "--dry-run", action="store_true", help="count parameters, FLOPs, memory, hours; run nothing"
+    )
     for name, text in STAGE_HELP.items():
         stage = commands_.add_parser(name, help=text)
         stage.set_defaults(call=commands.stage, stage=name)

@@ -93,7 +93,13 @@ def _run_name(recipe: Recipe, overrides: list[str]) -> str:
     return f"{recipe.name}-{digest[:6]}"
 
 
-def run(recipe: str, overrides: list[str], out: Path | None) -> Output:
+def run(recipe: str, overrides: list[str], out: Path | None, dry_run: bool) -> Output:
+    if dry_run:
+        from residual_ebm.report.plan_table import print_plan
+        from residual_ebm.stages.plan import plan
+
+        planned = plan(load_recipe(recipe, overrides))
+        return Output(planned, lambda: print_plan(planned, Console()))
     loaded, folder = _recipe_and_folder(recipe, overrides, out)
     from residual_ebm.files.run_directory import open_run
     from residual_ebm.stages.pipeline import run_all

@@ -100,7 +100,7 @@ def _read_split(value: Any, _: object) -> Any:
 
 
 class CorpusConfig(Section):
-    path: str  # a file, a folder, hf:NAME, grammar:NAME
+    path: str  # a file, a folder, asset:NAME, hf:NAME, grammar:NAME
     text_column: str = "text"
     num_generated: Annotated[int, Field(ge=0)] = 0  # documents drawn from grammar:NAME
     max_documents: Count | None = None
@@ -169,6 +169,7 @@ class LanguageModelConfig(Section):
     source: str = SCRATCH
     architecture: dict[str, Any] | None = None  # transformers' model_type and its arguments
     residual_of: str | None = None
+    published_parameters: Count | None = None  # what a publication counts; a dry run shows both
     training: TrainingConfig | None = None
 
     @model_validator(mode="after")
@@ -186,6 +187,7 @@ class EncoderConfig(Section):
     architecture: dict[str, Any]
     tokenizer: TokenizerConfig | None = None  # none: the language model's own
     mask_probability: Annotated[float, Field(gt=0, lt=1)] = 0.15
+    published_parameters: Count | None = None
     training: TrainingConfig
 
 
@@ -224,7 +226,10 @@ class EnergyConfig(Section):
     kind: EnergyKind
     language_model: str | None = None  # the P_LM it corrects; none: the recipe's first
     source: str | None = None
+    # Of a pretrained source, where a dry run should count without it; checked when it is loaded.
+    architecture: dict[str, Any] | None = None
     head: HeadConfig | None = None
+    published_parameters: Count | None = None
     negatives_per_positive: Count = 1
     training: TrainingConfig
 
@@ -251,6 +256,10 @@ class EnergyConfig(Section):
             )
         if self.kind != "heat" and self.head is not None:
             raise refusal(f"{self.kind} has none; remove it", at="head", value="{...}")
+        if self.architecture is not None and not self.is_pretrained:
+            raise refusal(
+                "only of a pretrained source; remove it", at="architecture", value="{...}"
+            )
         return self
 
 

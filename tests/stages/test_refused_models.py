@@ -33,6 +33,26 @@ def test_a_language_model_needs_its_own_tokenizer(
     assert f"set tokenizer.source={base}" in str(caught.value)
 
 
+def test_a_stated_architecture_is_checked(
+    tiny_run: Path, tmp_path: Path, tiny_overrides: list[str]
+) -> None:
+    encoder = tiny_run / "encoders" / "encoder"
+    recipe = load_recipe(
+        "tiny",
+        [
+            *tiny_overrides,
+            f"energies.bit.source={encoder}",
+            "energies.bit.architecture={model_type: modernbert, hidden_size: 12345}",
+        ],
+    )
+    with open_run(tmp_path / "run", recipe) as run_dir:
+        prepare.run(recipe, run_dir)
+        with pytest.raises(
+            UserError, match=r"energies.bit.architecture.hidden_size = 12345: .* has"
+        ):
+            train_energy.check_pretrained(recipe, run_dir)
+
+
 @pytest.mark.parametrize(
     ("energy", "folder", "reads"),
     [("bit", "language_models/base", "left to right"), ("unit", "encoders/encoder", "both ways")],

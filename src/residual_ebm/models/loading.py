@@ -5,7 +5,7 @@ from typing import Any
 
 import transformers
 from safetensors import SafetensorError
-from transformers import AutoTokenizer, PreTrainedModel, PreTrainedTokenizerFast
+from transformers import AutoConfig, AutoTokenizer, PreTrainedModel, PreTrainedTokenizerFast
 
 from residual_ebm.assets.resolve import local_source
 from residual_ebm.errors import UserError
@@ -38,6 +38,16 @@ def load_pretrained(auto_class: Any, source: str, field: str, **arguments: Any) 
         raise _not_loaded(source, field, error) from None
     finally:
         transformers.utils.logging.disable_progress_bar()
+
+
+def load_config(source: str, field: str) -> Any:
+    """The configuration of a pretrained model alone, without its weights."""
+    source = local_source(source, field, kind="model")
+    where = _where_to_look(source)
+    try:
+        return AutoConfig.from_pretrained(source, trust_remote_code=False, **where)
+    except (OSError, ValueError, KeyError) as error:
+        raise _not_loaded(source, field, error) from None
 
 
 def context_length(config: Any) -> int | None:

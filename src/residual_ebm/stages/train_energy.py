@@ -158,6 +158,7 @@ def _load_backbone(
     # A masked LM's folder also loads as its bare encoder; its vocabulary layer is left behind.
     backbone = load_pretrained(AutoModel, source, field, dtype=torch.float32)
     _check_direction(backbone, config, field)
+    _check_architecture(backbone, config)
     tokenizer = load_tokenizer(source, field)
     own = load_tokenizer(str(run_dir.blocks / "tokenizer"), "tokenizer")
     bridge = TextBridge(own, tokenizer, context_length(backbone.config))
@@ -171,6 +172,17 @@ def _load_backbone(
             str(config.source),
         )
     return backbone, tokenizer
+
+
+def _check_architecture(backbone: PreTrainedModel, config: EnergyConfig) -> None:
+    for key, value in (config.architecture or {}).items():
+        loaded = getattr(backbone.config, key, None)
+        if loaded != value:
+            raise UserError(
+                f"energies.{config.name}.architecture.{key}",
+                value,
+                f"{config.source} has {loaded}; correct it or leave architecture out",
+            )
 
 
 def _check_direction(backbone: PreTrainedModel, config: EnergyConfig, field: str) -> None:

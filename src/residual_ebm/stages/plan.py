@@ -1,0 +1,279 @@
+"""What a recipe would cost, without running it: parameters, tokens, FLOPs, memory, device-hours.
+
+Networks are built without weights, on torch's meta device, so their parameters are counted, not
+estimated. The rest is arithmetic: a product of a weight with a token is 2 FLOPs forward and 4
+backward, attention adds 4 L T d a token forward, and Adam in mixed precision keeps 16 bytes for a
+weight that learns. Activations follow Korthikanti et al. 2022: 34 + 5 a T / d bytes for each token,
+layer and unit of width. Hours are FLOPs at a share of a device's peak.
+"""
+
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from transformers import AutoConfig, AutoModel, AutoModelForCausalLM, AutoModelForMaskedLM
+
+from residual_ebm.assets.resolve import SCHEME, find_asset, in_cache
+from residual_ebm.config import (
+    SCRATCH,
+    EncoderConfig,
+    EnergyConfig,
+    HeadConfig,
+    LanguageModelConfig,
+    Recipe,
+    TrainingConfig,
+)
+from residual_ebm.errors import UserError
+from residual_ebm.models.energy_networks import HeadEnergy
+from residual_ebm.models.loading import load_config, load_tokenizer
+from residual_ebm.stages.training_run import build_architecture, build_model
+
+_BYTES_LEARNING, _BYTES_FROZEN = 16, 4
+# An NVIDIA V100, the paper's: peak of its mixed-precision units, and what training reaches of it.
+DEVICE, PEAK_FLOPS, UTILISATION = "V100", 125e12, 0.3
+
+
+@dataclass(frozen=True)
+class _Network:
+    parameters: int
+    layers: int
+    width: int
+    heads: int
+
+    def forward_flops(self, tokens: float, length: int) -> float:
+        return tokens * (2 * self.parameters + 4 * self.layers * length * self.width)
+
+    def activation_bytes(self, batch_size: int, length: int) -> float:
+        by_unit = 34 + 5 * self.heads * length / self.width
+        return batch_size * length * self.layers * self.width * by_unit
+
+
+def plan(recipe: Recipe) -> dict[str, Any]:
+    """Every network of a recipe with its costs, what sampling and scoring take, and downloads."""
+    return _Planner(recipe).plan()
+
+
+class _Planner:
+    def __init__(self, recipe: Recipe) -> None:
+        self._recipe = recipe
+        self._length = recipe.block.length
+        self._vocabulary = self._vocabulary_size()
+        self._models: dict[str, _Network] = {}
+        self._encoders: dict[str, _Network] = {}
+        self._energies: dict[str, _Network] = {}
+
+    def plan(self) -> dict[str, Any]:
+        recipe = self._recipe
+        rows = [self._language_model(config) for config in recipe.language_models]
+        rows += [self._encoder(config) for config in recipe.encoders]
+        rows += [self._energy(config) for config in recipe.energies]
+        work = self._sampling() + self._scoring()
+        flops = sum(entry["flops"] for entry in [*rows, *work])
+        return {
+            "recipe": recipe.name,
+            "vocabulary": self._vocabulary,
+            "networks": rows,
+            "work": work,
+            "flops": flops,
+            "device": DEVICE,
+            "peak_flops": PEAK_FLOPS,
+            "utilisation": UTILISATION,
+            "device_hours": flops / (PEAK_FLOPS * UTILISATION) / 3600,
+            "downloads": self._downloads(),
+        }
+
+    def _vocabulary_size(self) -> int:
+        config = self._recipe.tokenizer
+        if config.source == SCRATCH:
+            return config.vocab_size
+        _refuse_unfetched(config.source, "tokenizer.source")
+        return len(load_tokenizer(config.source, "tokenizer.source"))
+
+    def _language_model(self, config: LanguageModelConfig) -> dict[str, Any]:
+        field = f"language_models.{config.name}"
+        if config.source == SCRATCH:
+            assert config.architecture is not None
+            network = self._new(AutoModelForCausalLM, config.architecture, field)
+        else:
+            network = _pretrained(AutoModelForCausalLM, config.source, f"{field}.source")
+        frozen = 0
+        self._models[config.name] = network
+        if config.residual_of is not None:
+            base = self._models[config.residual_of]
+            frozen = base.parameters
+            self._models[config.name] = _Network(
+                base.parameters + network.parameters,
+                base.layers + network.layers,
+                base.width,
+                base.heads,
+            )
+        return self._row(config.name, "lm", config, network, frozen, blocks_per_item=1)
+
+    def _encoder(self, config: EncoderConfig) -> dict[str, Any]:
+        vocabulary = self._vocabulary
+        if config.tokenizer is not None:
+            vocabulary = config.tokenizer.vocab_size
+        network = self._new(
+            AutoModelForMaskedLM, config.architecture, f"encoders.{config.name}", vocabulary
+        )
+        self._encoders[config.name] = network
+        return self._row(config.name, "encoder", config, network, 0, blocks_per_item=1)
+
+    def _energy(self, config: EnergyConfig) -> dict[str, Any]:
+        frozen = 0
+        if config.kind == "heat":
+            base = self._models[self._recipe.language_model_of(config)]
+            head = config.head or HeadConfig()
+            with torch.device("meta"):
+                made = HeadEnergy(base.width, self._recipe.block.num_new_tokens, head)
+            count = sum(parameter.numel() for parameter in made.parameters())
+            network = _Network(count, head.num_layers, head.hidden_size, head.num_heads)
+            frozen = base.parameters
+        else:
+            network = self._backbone(config)
+        self._energies[config.name] = network
+        row = self._row(
+            config.name,
+            config.kind,
+            config,
+            network,
+            frozen,
+            blocks_per_item=1 + config.negatives_per_positive,
+        )
+        row["language_model"] = self._recipe.language_model_of(config)
+        return row
+
+    def _backbone(self, config: EnergyConfig) -> _Network:
+        scheme, _, target = str(config.source).partition(":")
+        if scheme == "lm":
+            return self._models[target]
+        if scheme == "encoder":
+            return self._encoders[target]
+        field = f"energies.{config.name}.source"
+        if config.architecture is not None:
+            return _count(AutoModel, AutoConfig.for_model(**config.architecture))
+        return _pretrained(AutoModel, str(config.source), field)
+
+    def _new(
+        self, auto_class: Any, architecture: dict[str, Any], field: str, vocabulary: int = 0
+    ) -> _Network:
+        place = f"{field}.architecture"
+        settings = build_architecture(
+            architecture,
+            place,
+            self._length,
+            vocab_size=vocabulary or self._vocabulary,
+            pad_token_id=0,  # any token: a default may lie outside a small vocabulary
+        )
+        with torch.device("meta"):
+            return _measure(build_model(auto_class, settings, place, architecture))
+
+    def _row(
+        self,
+        name: str,
+        kind: str,
+        config: LanguageModelConfig | EncoderConfig | EnergyConfig,
+        network: _Network,
+        frozen: int,
+        *,
+        blocks_per_item: int,
+    ) -> dict[str, Any]:
+        training: TrainingConfig | None = config.training
+        batch = training.batch_size * blocks_per_item if training else 0
+        tokens = training.steps * batch * self._length if training else 0
+        learning = 3 * network.forward_flops(tokens, self._length)
+        memory = _BYTES_LEARNING * network.parameters + _BYTES_FROZEN * frozen
+        return {
+            "name": name,
+            "kind": kind,
+            "parameters": network.parameters,
+            "published_parameters": config.published_parameters,
+            "frozen_parameters": frozen,
+            "tokens": tokens,
+            "flops": learning + 2.0 * frozen * tokens,
+            "memory_bytes": memory + network.activation_bytes(batch, self._length),
+        }
+
+    def _sampling(self) -> list[dict[str, Any]]:
+        recipe = self._recipe
+        negatives, proposals = recipe.negatives, recipe.proposals
+        prefixes = {
+            "negatives": (
+                negatives.num_prefixes + negatives.num_validation_prefixes,
+                negatives.samples_per_prefix,
+            ),
+            "proposals": (
+                proposals.num_validation_prefixes + proposals.num_test_prefixes,
+                proposals.num_samples,
+            ),
+        }
+        return [
+            self._work(f"{what} of {name}", count * samples, self._models[name], shared=count)
+            for name in recipe.sampled_language_models
+            for what, (count, samples) in prefixes.items()
+        ]
+
+    def _scoring(self) -> list[dict[str, Any]]:
+        proposals = self._recipe.proposals
+        prefixes = proposals.num_validation_prefixes + proposals.num_test_prefixes
+        blocks = prefixes * proposals.num_samples
+        return [
+            self._work(
+                f"energies of {config.name}",
+                blocks,
+                self._energies[config.name],
+                shared=prefixes if config.kind != "bit" else blocks,
+            )
+            for config in self._recipe.energies
+        ]
+
+    def _work(self, what: str, blocks: int, network: _Network, *, shared: int) -> dict[str, Any]:
+        """Prefixes are read once for all their continuations, but by a BiT."""
+        block = self._recipe.block
+        tokens = blocks * block.num_new_tokens + shared * block.prefix_length
+        flops = network.forward_flops(tokens, self._length)
+        return {"what": what, "blocks": blocks, "tokens": tokens, "flops": flops}
+
+    def _downloads(self) -> list[str]:
+        recipe = self._recipe
+        sources = [recipe.corpus.path, recipe.tokenizer.source]
+        sources += [model.source for model in recipe.language_models]
+        sources += [str(energy.source) for energy in recipe.energies if energy.is_pretrained]
+        named = [source for source in dict.fromkeys(sources) if source != SCRATCH]
+        return [source for source in named if _must_be_fetched(source)]
+
+
+def _must_be_fetched(source: str) -> bool:
+    if source.startswith(SCHEME):
+        return not in_cache(find_asset(source, "source"))
+    return not source.startswith(("grammar:", ".", "/", "~"))
+
+
+def _refuse_unfetched(source: str, field: str) -> None:
+    """A plan downloads nothing."""
+    if source.startswith(SCHEME) and not in_cache(find_asset(source, field)):
+        name = source.removeprefix(SCHEME)
+        raise UserError(field, source, f"is not in the cache yet; `rebm assets get {name}` first")
+
+
+def _pretrained(auto_class: Any, source: str, field: str) -> _Network:
+    _refuse_unfetched(source, field)
+    return _count(auto_class, load_config(source, field))
+
+
+def _count(auto_class: Any, settings: Any) -> _Network:
+    with torch.device("meta"):
+        return _measure(auto_class.from_config(settings))
+
+
+def _measure(model: Any) -> _Network:
+    # A pooling layer is not part of an energy: it takes the mean over all tokens.
+    if getattr(model, "pooler", None) is not None:
+        model.pooler = None
+    config = model.config
+    return _Network(
+        sum(parameter.numel() for parameter in model.parameters()),
+        int(config.num_hidden_layers),
+        int(config.hidden_size),
+        int(config.num_attention_heads),
+    )
