@@ -141,6 +141,8 @@ class TrainingConfig(Section):
     steps: Count
     batch_size: Count
     learning_rate: Annotated[float, Field(gt=0)]
+    # Tried beside it for a tenth of the steps each; the best on validation trains to the end.
+    other_learning_rates: list[Annotated[float, Field(gt=0)]] = []
     warmup_steps: Annotated[int, Field(ge=0)] = 0
     max_grad_norm: Annotated[float, Field(gt=0)] = 1.0
     weight_decay: Annotated[float, Field(ge=0)] = 0.0

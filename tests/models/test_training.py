@@ -40,7 +40,7 @@ from residual_ebm.models.training import (
 )
 from residual_ebm.progress import QUIET
 from residual_ebm.randomness import torch_seed
-from residual_ebm.stages.training_run import training_log
+from residual_ebm.stages.training_log import training_log
 
 NUM_ITEMS, NUM_FEATURES = 50, 6
 STATE = "state.safetensors"

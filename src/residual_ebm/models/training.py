@@ -45,6 +45,18 @@ class History:
     best_loss: float = math.inf
     validations: list[dict[str, float]] = field(default_factory=list)
     stopped_early: bool = False
+    learning_rate: float | None = None
+    trials: list[dict[str, float]] = field(default_factory=list)  # of other learning rates
+
+    def summary(self) -> dict[str, Any]:
+        """What is worth keeping once the weights are saved."""
+        return {
+            "validations": self.validations,
+            "best_step": self.best_step,
+            "stopped_early": self.stopped_early,
+            "learning_rate": self.learning_rate,
+            "trials": self.trials,
+        }
 
     def stale(self) -> int:
         """Validations since the best one."""

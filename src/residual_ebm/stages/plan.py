@@ -26,6 +26,7 @@ from residual_ebm.config import (
 from residual_ebm.errors import UserError
 from residual_ebm.models.energy_networks import HeadEnergy
 from residual_ebm.models.loading import load_config, load_tokenizer
+from residual_ebm.stages.learning_rates import num_steps
 from residual_ebm.stages.training_run import build_architecture, build_model
 
 _BYTES_LEARNING, _BYTES_FROZEN = 16, 4
@@ -180,7 +181,7 @@ class _Planner:
     ) -> dict[str, Any]:
         training: TrainingConfig | None = config.training
         batch = training.batch_size * blocks_per_item if training else 0
-        tokens = training.steps * batch * self._length if training else 0
+        tokens = num_steps(training) * batch * self._length if training else 0
         learning = 3 * network.forward_flops(tokens, self._length)
         memory = _BYTES_LEARNING * network.parameters + _BYTES_FROZEN * frozen
         return {

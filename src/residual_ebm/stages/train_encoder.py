@@ -54,7 +54,7 @@ def _make(recipe: Recipe, config: EncoderConfig, run_dir: RunDirectory, progress
     with new_folder(run_dir.encoder(config.name)) as temporary:
         model.save_pretrained(temporary)
         tokenizer.save_pretrained(temporary)
-        write_json(temporary / "training.json", {"validations": history.validations})
+        write_json(temporary / "training.json", history.summary())
 
 
 def _tokenizer(

@@ -115,13 +115,7 @@ def _make(recipe: Recipe, config: EnergyConfig, run_dir: RunDirectory, progress:
         run_dir=run_dir,
         progress=progress,
     )
-    energy.save_pretrained(
-        run_dir.energy(config.name), {"validations": history.validations, **_best(history)}
-    )
-
-
-def _best(history: History) -> dict[str, float | bool]:
-    return {"best_step": history.best_step, "stopped_early": history.stopped_early}
+    energy.save_pretrained(run_dir.energy(config.name), history.summary())
 
 
 def _initial_energy(

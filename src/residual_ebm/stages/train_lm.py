@@ -71,7 +71,7 @@ def _make(
     with new_folder(folder) as temporary:
         model.save_pretrained(temporary)
         tokenizer.save_pretrained(temporary)
-        write_json(temporary / "training.json", {"validations": history.validations})
+        write_json(temporary / "training.json", history.summary())
 
 
 def _initial_model(

@@ -1,19 +1,19 @@
-"""What the training stages share: where numbers and resume states go, and architectures by name."""
+"""What the training stages share: where resume states go, and architectures by name."""
 
 from pathlib import Path
 from typing import Any
 
 from huggingface_hub.errors import StrictDataclassError, StrictDataclassFieldValidationError
 from torch import nn
-from torch.utils.tensorboard import SummaryWriter
 from transformers import AutoConfig, PreTrainedModel
 
 from residual_ebm.config import TRAINING_SUFFIX, TrainingConfig
 from residual_ebm.errors import UserError
 from residual_ebm.files.run_directory import RunDirectory
-from residual_ebm.files.storage import disk_errors
 from residual_ebm.models.loading import context_length, train_every_embedding
-from residual_ebm.models.training import History, TrainingLog, train
+from residual_ebm.models.training import History, train
+from residual_ebm.stages.learning_rates import choose_learning_rate
+from residual_ebm.stages.training_log import training_log
 
 # Read by transformers from the model's name, not from the architecture a recipe gives.
 _OWN_KEYS = {"model_type"}
@@ -42,35 +42,18 @@ def train_in_run(
     config: TrainingConfig,
     **arguments: Any,
 ) -> History:
-    """`train`, with its resume state beside `result` and its numbers among those of the run."""
-    return train(
-        module,
-        config,
-        folder=resume_folder(result),
-        log=training_log(run_dir, stage, result.name),
-        label=result.name,
-        **arguments,
-    )
-
-
-def training_log(run_dir: RunDirectory, stage: str, model: str) -> TrainingLog:
-    """Numbers go to metrics.jsonl and to TensorBoard event files."""
-    writers: dict[str, SummaryWriter] = {}
-
-    def rewind(step: int) -> None:
-        run_dir.forget_metrics_after(stage, model, step)
-        folder = run_dir.tensorboard / f"{stage}-{model}"
-        with disk_errors(folder):
-            writers["events"] = SummaryWriter(str(folder), purge_step=step + 1)
-
-    def write(step: int, values: dict[str, float]) -> None:
-        run_dir.log_metrics(stage, model, step, values)
-        with disk_errors(run_dir.tensorboard):
-            for name, value in values.items():
-                writers["events"].add_scalar(name, value, step)
-            writers["events"].flush()
-
-    return TrainingLog(write, rewind)
+    """`train`, with its resume state beside `result` and its numbers among those of the run; a
+    learning rate is chosen first where there is a choice."""
+    folder, name = resume_folder(result), result.name
+    trials: list[dict[str, float]] = []
+    if config.other_learning_rates:
+        config, trials = choose_learning_rate(
+            run_dir, stage, name, module, config, folder / "trials", **arguments
+        )
+    log = training_log(run_dir, stage, name)
+    history = train(module, config, folder=folder, log=log, label=name, **arguments)
+    history.learning_rate, history.trials = config.learning_rate, trials
+    return history
 
 
 def impossible_architecture(
