@@ -66,5 +66,5 @@ def test_the_readme_shows_a_row_for_every_model_of_quickstart() -> None:
 
 def test_the_readme_lists_every_recipe() -> None:
     readme = (ROOT / "README.md").read_text(encoding="utf-8")
-    listed = re.findall(r"^\| `(\w+)` \|", readme, flags=re.MULTILINE)
+    listed = re.findall(r"^\| `([\w-]+)` \|", readme, flags=re.MULTILINE)
     assert sorted(listed) == recipe_names()
