@@ -3,6 +3,7 @@
 Shapes: R rows, V vocabulary; N rows, K heads of keys, r queries of a head, S own tokens, D size.
 """
 
+import contextvars
 import logging
 
 import pytest
@@ -72,13 +73,13 @@ def test_own_tokens_are_attended_as_in_the_plain_way(dtype: torch.dtype) -> None
     assert not compiled._broken
 
 
-def random_model(model_type: str) -> PreTrainedModel:
+def random_model(model_type: str, num_layers: int = 3) -> PreTrainedModel:
     config = AutoConfig.for_model(
         model_type,
         vocab_size=7,
         hidden_size=16,
         intermediate_size=32,
-        num_hidden_layers=3,
+        num_hidden_layers=num_layers,
         num_attention_heads=2,
         num_key_value_heads=1 if model_type not in ("gpt2", "gpt_neox") else 2,
         head_dim=8,
@@ -141,6 +142,38 @@ def test_an_error_of_another_kind_is_not_hidden(monkeypatch: pytest.MonkeyPatch)
 
     with pytest.raises(RuntimeError, match="out of memory"):
         double(torch.ones(MANY))
+
+
+@pytest.mark.usefixtures("nothing_broken")
+def test_one_compilation_serves_all_layers(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(compiled, "_FROM_NUMBERS", 0)
+    model = random_model("llama", num_layers=7)
+    torch._dynamo.reset()
+    compiled._compiled_forwards.clear()
+    torch._dynamo.utils.counters.clear()
+    decode(
+        model,
+        torch.tensor([[3, 4, 5]]),
+        samples_per_prefix=MANY,
+        num_tokens=6,
+        uniform_at=lambda step: torch.from_numpy(uniform(0, 0, step, 0, MANY)),
+    )
+    assert not compiled._broken
+    # The attention to own tokens, the summary of the vocabulary, and the layer: once with its number
+    # as a constant 0, once as 1, and once for all others.
+    assert torch._dynamo.utils.counters["stats"]["unique_graphs"] <= 5
+
+
+@pytest.mark.usefixtures("nothing_broken")
+def test_options_of_the_compiler_do_not_pile_up() -> None:
+    """Each patch of its configuration would stay alive in this thread."""
+    logits_RV = torch.randn(MANY, 64)
+    vocabulary.summarise(logits_RV)
+    before = len(contextvars.copy_context())
+    for _ in range(5):
+        vocabulary.summarise(logits_RV)
+    assert len(contextvars.copy_context()) == before
+    assert not torch._dynamo.config.allow_unspec_int_on_nn_module
 
 
 @pytest.mark.parametrize("model_type", ["llama", "gpt2", "gpt_neox", "qwen3", "gemma"])

@@ -208,14 +208,26 @@ def test_top_tokens_are_the_largest_of_all(vocabulary: int, count: int, dtype: t
     draw = torch.Generator().manual_seed(vocabulary + count)
     logits_NV = torch.randn(50, vocabulary, generator=draw).to(dtype)
     logits_NV[0, : vocabulary - count] = -torch.inf  # hardly more than are wanted
-    index_NK = top_tokens(logits_NV, count)
-    found_NK = logits_NV.gather(1, index_NK)
+    found_NK, index_NK = top_tokens(logits_NV, count)
+    assert torch.equal(found_NK, logits_NV.gather(1, index_NK))
     assert torch.equal(found_NK, logits_NV.sort(dim=-1, descending=True).values[:, :count])
     assert all(len(set(row)) == count for row in index_NK.tolist())
 
 
 def test_more_top_tokens_than_there_are() -> None:
-    assert top_tokens(torch.randn(2, 7), 100).shape == (2, 7)
+    values, tokens = top_tokens(torch.randn(2, 7), 100)
+    assert values.shape == tokens.shape == (2, 7)
+
+
+def test_fewer_tokens_that_can_come_than_are_kept() -> None:
+    """The last chunk is padded; what pads it must not be drawn, nor stand for another token."""
+    logits_NV = torch.full((400, 3001), -torch.inf)
+    logits_NV[:, 3000], logits_NV[:, 7] = 0.0, 1.0
+    uniform_N = torch.linspace(0, 1, 400, dtype=torch.float64)
+    drawn = draw_token(logits_NV, uniform_N, Truncation(top_k=5))
+    assert set(drawn.token_N.tolist()) == {7, 3000}
+    share = (drawn.token_N == 7).double().mean().item()
+    assert share == pytest.approx(torch.tensor(1.0).sigmoid().item(), abs=0.01)
 
 
 def test_a_token_carries_both_its_log_probs() -> None:

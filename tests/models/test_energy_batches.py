@@ -10,6 +10,7 @@ from torch import Tensor
 
 from residual_ebm.config import ContinuationMode
 from residual_ebm.models import energy_batches
+from residual_ebm.models.energy import EnergyModel
 from residual_ebm.models.energy_networks import TransformerEnergy
 
 each_energy = pytest.mark.parametrize("name", toys.ENERGIES)
@@ -51,6 +52,20 @@ def test_many_blocks_are_scored_as_each_alone(
         )
     assert alone_B.std() > 0.1
     torch.testing.assert_close(scored_B, alone_B, rtol=1e-4, atol=1e-4)
+
+
+@pytest.mark.parametrize("model_type", ["gpt2", "gpt_neox", "qwen3", "gemma3_text"])
+def test_causal_energies_of_other_families(model_type: str) -> None:
+    backbone = toys.causal_model(model_type).base_model
+    energy = EnergyModel.from_backbone(
+        backbone, toys.word_tokenizer(), toys.energy_info("unit", "fixed"), toys.language_model()
+    )
+    with torch.no_grad():
+        energy.network.scalar.weight.normal_()
+    ids_BT, _ = some_blocks("fixed")
+    scored_B = energy.energy(ids_BT[:15], batch_size=15)
+    with torch.no_grad():
+        torch.testing.assert_close(scored_B, energy(ids_BT[:15]), rtol=1e-4, atol=1e-4)
 
 
 def test_a_causal_energy_reads_a_prefix_once() -> None:

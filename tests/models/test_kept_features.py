@@ -40,8 +40,7 @@ def test_kept_states_give_the_same_energies(mode: ContinuationMode, batch_size: 
 
 def test_too_many_blocks_are_not_kept(monkeypatch: pytest.MonkeyPatch) -> None:
     lm = toys.language_model()
-    share = 10 * 3 * lm.hidden_size * 4 / kept_features._memory_bytes()
-    monkeypatch.setattr(kept_features, "_SHARE_OF_MEMORY", share)
+    monkeypatch.setattr(kept_features, "_MAX_BYTES", 10 * 3 * lm.hidden_size * 4)
     assert KeptFeatures.fit(lm, 10, 3)
     assert not KeptFeatures.fit(lm, 11, 3)
 

@@ -12,12 +12,19 @@ from torch import Tensor
 from transformers import AutoModelForCausalLM, DynamicCache, PreTrainedModel
 
 from residual_ebm.config import ContinuationMode
+from residual_ebm.models import compiled
 from residual_ebm.models.language_model import LanguageModel
 from residual_ebm.models.ralm import RalmForCausalLM
 from residual_ebm.models.shared_prefix import can_share_prefix
 from residual_ebm.models.vocabulary_loss import next_token_loss
 
-PAIRS = [("llama", "llama"), ("llama", "gpt2"), ("gpt_neox", "qwen3"), ("llama", "mistral")]
+PAIRS = [
+    ("llama", "llama"),
+    ("gpt2", "gpt2"),
+    ("gpt2", "llama"),
+    ("gpt_neox", "qwen3"),
+    ("llama", "mistral"),
+]
 
 
 def ralm(base: str = "llama", residual: str = "llama") -> RalmForCausalLM:
@@ -79,7 +86,7 @@ def test_samples_follow_it(base: str, residual: str, mode: ContinuationMode) -> 
 
 
 def test_saved_and_loaded_it_is_the_same(tmp_path: Path) -> None:
-    model, ids_BT = ralm("llama", "gpt2"), some_ids()
+    model, ids_BT = ralm("gpt2", "llama"), some_ids()
     model.save_pretrained(tmp_path)
     toys.word_tokenizer().save_pretrained(tmp_path)
     loaded = LanguageModel.from_pretrained(tmp_path, precision="float32")
@@ -88,6 +95,10 @@ def test_saved_and_loaded_it_is_the_same(tmp_path: Path) -> None:
     assert isinstance(AutoModelForCausalLM.from_pretrained(tmp_path), RalmForCausalLM)
     assert loaded.vocabulary_size == 7
     assert loaded.context_length == toys.CONTEXT
+    # What does not learn before it is saved does not learn afterwards.
+    learning = [name for name, value in loaded.model.named_parameters() if value.requires_grad]
+    assert learning
+    assert all(name.startswith("residual.") for name in learning)
     assert not [path for path in tmp_path.iterdir() if path.suffix in (".bin", ".pt", ".pkl")]
 
 
@@ -104,3 +115,64 @@ def test_only_the_residual_learns() -> None:
     loss.backward()
     assert gradients(model)
     assert all(name.startswith("residual.") for name in gradients(model))
+
+
+def test_precision_is_that_of_both_parts(tmp_path: Path) -> None:
+    ralm("gpt2", "llama").save_pretrained(tmp_path)
+    toys.word_tokenizer().save_pretrained(tmp_path)
+    loaded = LanguageModel.from_pretrained(tmp_path, precision="bfloat16")
+    assert {value.dtype for value in loaded.model.parameters()} == {torch.bfloat16}
+
+
+@torch.inference_mode()
+def test_it_generates_as_transformers_models_do() -> None:
+    model, ids_BT = ralm("gpt2", "llama"), some_ids(2, 4)
+    generated = model.generate(
+        ids_BT,
+        attention_mask=torch.ones_like(ids_BT),
+        do_sample=False,
+        max_new_tokens=3,
+        min_new_tokens=3,
+        pad_token_id=0,
+    )
+    expected = ids_BT
+    for _ in range(3):
+        logits_BV = model(expected).logits[:, -1]
+        logits_BV[:, toys.END] = -torch.inf  # as min_new_tokens does
+        expected = torch.cat([expected, logits_BV.argmax(-1, keepdim=True)], 1)
+    assert torch.equal(generated, expected)
+    logits_RV = model(ids_BT).logits[:, :-1].flatten(0, 1)
+    loss = torch.nn.functional.cross_entropy(logits_RV, ids_BT[:, 1:].flatten())
+    torch.testing.assert_close(model(ids_BT, labels=ids_BT).loss, loss)
+
+
+def test_compiled_layers_of_both_parts_give_the_same(monkeypatch: pytest.MonkeyPatch) -> None:
+    lm = LanguageModel(ralm("llama", "qwen3"), toys.word_tokenizer())
+    prefix_P = torch.tensor([3, 4, 5])
+    plain = lm.sample(prefix_P, 300, 5, seed=0)
+    monkeypatch.setattr(compiled, "_FROM_NUMBERS", 0)
+    monkeypatch.setattr(compiled, "_broken", set())
+    fused = lm.sample(prefix_P, 300, 5, seed=0)
+    assert not compiled._broken
+    assert torch.equal(fused.ids_NT, plain.ids_NT)
+    torch.testing.assert_close(fused.log_prob_N, plain.log_prob_N, rtol=1e-4, atol=1e-4)
+
+
+def test_a_part_with_attention_of_its_own_keeps_its_prefix_to_itself() -> None:
+    model = ralm()
+    assert can_share_prefix(model)
+    type(model.residual)._supports_attention_backend = False
+    try:
+        assert not can_share_prefix(model)
+    finally:
+        type(model.residual)._supports_attention_backend = True
+
+
+def test_a_residual_that_says_nothing_at_first_still_learns() -> None:
+    model = ralm()
+    with torch.no_grad():
+        model.residual.get_output_embeddings().weight.zero_()
+    next_token_loss(model, some_ids()).backward()
+    gradient = model.residual.get_output_embeddings().weight.grad
+    assert gradient is not None
+    assert gradient.abs().max() > 0

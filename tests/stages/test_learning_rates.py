@@ -10,6 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from residual_ebm.config import TrainingConfig
+from residual_ebm.errors import UserError
 from residual_ebm.files.run_directory import RunDirectory, open_run
 from residual_ebm.models.training import History
 from residual_ebm.progress import QUIET
@@ -95,6 +96,17 @@ def test_trials_take_a_tenth_of_the_steps(run_dir: RunDirectory) -> None:
     assert num_steps(config(steps=100)) == 130
     assert num_steps(config(steps=100, other_learning_rates=[])) == 100
     assert last == {"toy-lr-0.0001": 10, "toy-lr-1e-06": 10, "toy-lr-0.01": 10, "toy": 100}
+
+
+def test_a_trial_that_diverges_loses_and_ends_nothing(run_dir: RunDirectory) -> None:
+    history = Task().run(run_dir, config(other_learning_rates=[1e30]))
+    assert history.learning_rate == 1e-4
+    assert [trial["loss"] is None for trial in history.trials] == [False, True]
+
+
+def test_trials_that_all_diverge_are_told(run_dir: RunDirectory) -> None:
+    with pytest.raises(UserError, match=r"training.learning_rate = .*lower them"):
+        Task().run(run_dir, config(learning_rate=1e29, other_learning_rates=[1e30]))
 
 
 def test_one_rate_is_not_tried(run_dir: RunDirectory) -> None:

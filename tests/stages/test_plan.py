@@ -1,6 +1,7 @@
 """What a recipe would cost: parameters against the paper's, FLOPs and bytes against arithmetic."""
 
 import io
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -81,6 +82,14 @@ def test_what_would_be_downloaded() -> None:
         "FacebookAI/roberta-base",
         "FacebookAI/roberta-large",
     ]
+
+
+def test_a_folder_that_is_here_is_not_downloaded(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "my_texts").mkdir()
+    monkeypatch.chdir(tmp_path)
+    assert plan(load_recipe("tiny", ["corpus.path=my_texts/"]))["downloads"] == []
 
 
 def test_an_asset_that_is_not_fetched_is_asked_for(

@@ -68,6 +68,22 @@ def test_a_residual_needs_a_model_before_it(
         load_recipe("tiny", overrides)
 
 
+def test_a_residual_of_a_residual_is_refused(tmp_path: Path, tiny_overrides: list[str]) -> None:
+    recipe = load_recipe("tiny", with_ralm(tiny_overrides))
+    with open_run(tmp_path / "run", recipe) as run_dir:
+        prepare.run(recipe, run_dir)
+        train_lm.run(recipe, run_dir)
+    overrides = with_ralm(tiny_overrides)
+    folder = run_dir.language_model("ralm")
+    overrides[-1] = overrides[-1].replace(f"architecture: {ARCHITECTURE}", f"source: {folder}")
+    overrides.append(f"tokenizer.source={folder}")
+    again = load_recipe("tiny", overrides)
+    with open_run(tmp_path / "again", again) as run_dir:
+        prepare.run(again, run_dir)
+        with pytest.raises(UserError, match=r"ralm.source = .*: cannot be added to base"):
+            train_lm.run(again, run_dir)
+
+
 def test_a_residual_must_learn(tiny_overrides: list[str]) -> None:
     overrides = with_ralm(tiny_overrides)
     overrides[-1] = overrides[-1].replace(

@@ -145,6 +145,17 @@ def _decode(setting: Setting, progress: Progress, top_k: int | None = None) -> d
             )
             for size in setting.batch_sizes
             for cache in ("dynamic", "static")
+        ]
+        + [
+            _spec(
+                f"generate, batch {size}, static cache, compiled",
+                "peers:generate",
+                **ours,
+                samples_per_prefix=size,
+                cache="static",
+                compiled=True,
+            )
+            for size in setting.batch_sizes[-2:]
         ],
         setting,
         progress,

@@ -92,8 +92,7 @@ class _Worker:
     def turn(self, *, first: bool) -> None:
         if self.reading.error is not None:
             return
-        self._connection.send("run")
-        answer = self._answer()
+        answer = self._answer(ask="run")
         if answer is None:
             return
         self.reading.peak_bytes = answer["peak_bytes"]
@@ -107,9 +106,11 @@ class _Worker:
         self._process.join()
         self._connection.close()
 
-    def _answer(self) -> dict[str, Any] | None:
+    def _answer(self, ask: str | None = None) -> dict[str, Any] | None:
         """What the worker says; None when it cannot go on, with the reason in the reading."""
         try:
+            if ask is not None:
+                self._connection.send(ask)
             if not self._connection.poll(self._timeout):
                 self.reading.error = f"no answer within {self._timeout:.0f} s"
             else:

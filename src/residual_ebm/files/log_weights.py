@@ -35,7 +35,7 @@ def claim_log_weights(folder: Path, energy: str) -> None:
         write_json(owner, {"energy": energy})
     if not owner.exists() or read_json(owner, has="energy")["energy"] != energy:
         raise UserError(
-            "log_weights", str(folder), "are of another energy; delete them and run again"
+            "log_weights", str(folder), "are of another energy, or of an older version; delete them"
         )
 
 

@@ -1,8 +1,8 @@
 """Functions that are compiled where it pays: for many rows, and where a C++ compiler is at hand.
 
 A fused loop over a tensor reads it once where plain torch reads it once an operation. Compiling
-takes some seconds, so small inputs take the plain way. Which way is taken depends on the inputs
-alone, never on what was computed before: an interrupted run goes on with the same bits.
+takes some seconds, so small inputs take the plain way. Which way is taken depends on the sizes of
+the inputs, not on how much there is left to do: an interrupted run goes on as it began.
 """
 
 import logging
@@ -20,6 +20,8 @@ from transformers import PreTrainedModel
 
 _FROM_ROWS = 256
 _FROM_NUMBERS = 2**17  # rows x hidden size: layers of smaller models are quick enough
+# A layer's number is no constant: each would be compiled anew. Made once: every patch stays alive.
+_OPTIONS = torch._dynamo.config.patch(allow_unspec_int_on_nn_module=True, recompile_limit=64)
 _NOT_COMPILED = (TorchDynamoException, FailOnRecompileLimitHit)
 _logger = logging.getLogger(__name__)
 _broken: set[str] = set()
@@ -51,7 +53,7 @@ def compiled_instead_of(plain: Function) -> Callable[[Function], Function]:
 @contextmanager
 def compiled_layers(model: PreTrainedModel, num_rows: int) -> Iterator[None]:
     """Within, the layers that a model repeats run compiled: one compilation serves them all."""
-    numbers = num_rows * int(getattr(model.config, "hidden_size", 0))
+    numbers = num_rows * int(getattr(model.config, "hidden_size", None) or 0)
     if num_rows < _FROM_ROWS or numbers < _FROM_NUMBERS or model.device.type != "cpu":
         yield
         return
@@ -85,11 +87,7 @@ def _try(
     if plain.__qualname__ in _broken:
         return plain(*arguments, **named)
     try:
-        # A layer's number is no constant: each would be compiled anew.
-        with (
-            warnings.catch_warnings(),
-            torch._dynamo.config.patch(allow_unspec_int_on_nn_module=True, recompile_limit=64),
-        ):
+        with warnings.catch_warnings(), _OPTIONS:
             warnings.simplefilter("ignore")  # of the compiler's own insides
             return fused(*arguments, **named)
     except _NOT_COMPILED as error:  # it could not be compiled, so nothing of it has run

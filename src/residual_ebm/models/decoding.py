@@ -82,9 +82,10 @@ def truncate(logits_NV: Tensor, truncation: Truncation) -> tuple[Tensor, Tensor]
     """What may be drawn, (N, K) tokens, and its log-probs, normalised anew; -inf for some of it."""
     if truncation.top_k is None:
         index_NK = torch.arange(logits_NV.shape[-1], device=logits_NV.device).expand_as(logits_NV)
+        logits_NK = logits_NV
     else:  # everything else happens among these few
-        index_NK = top_tokens(logits_NV, truncation.top_k)
-    kept_NK = logits_NV.gather(1, index_NK).float().log_softmax(-1)
+        logits_NK, index_NK = top_tokens(logits_NV, truncation.top_k)
+    kept_NK = logits_NK.float().log_softmax(-1)
     if truncation.top_p is not None and truncation.top_p < 1:
         sorted_NK, order_NK = kept_NK.sort(dim=-1, descending=True, stable=True)
         # A token stays while the mass before it is below p: the one that crosses p is kept.

@@ -6,8 +6,6 @@ once makes a training step cost what the head costs, not what P_LM costs.
 Shapes: N blocks, T tokens of a block, C of a continuation, H hidden size of P_LM, B chosen blocks.
 """
 
-import os
-
 import torch
 from torch import Tensor
 
@@ -15,11 +13,8 @@ from residual_ebm.models.energy import EnergyModel
 from residual_ebm.models.language_model import LanguageModel, TokenFeatures, continuation_mask
 from residual_ebm.progress import Progress
 
-_SHARE_OF_MEMORY = 0.25
-
-
-def _memory_bytes() -> int:
-    return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+# The same everywhere: which way is taken changes last bits, and a run may go on elsewhere.
+_MAX_BYTES = 6 * 2**30
 
 
 class KeptFeatures:
@@ -57,7 +52,7 @@ class KeptFeatures:
     def fit(language_model: LanguageModel, num_blocks: int, num_tokens: int) -> bool:
         """Whether so many blocks may be kept."""
         numbers = num_blocks * num_tokens * language_model.hidden_size
-        return numbers * language_model.model.dtype.itemsize <= _SHARE_OF_MEMORY * _memory_bytes()
+        return numbers * language_model.model.dtype.itemsize <= _MAX_BYTES
 
     def __call__(self, block_B: Tensor) -> Tensor:
         """Energies with their graph."""

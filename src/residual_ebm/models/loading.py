@@ -13,6 +13,9 @@ from residual_ebm.files.hub import hub_is_out_of_reach
 from residual_ebm.files.storage import check_manifest, is_complete
 from residual_ebm.models import ralm  # noqa: F401  (so that transformers knows its name)
 
+# Their positions start after the padding index, so the first ones are never used.
+POSITIONS_AFTER_PADDING = ("roberta", "xlm-roberta", "camembert", "mpnet")
+
 # transformers has bars and advice of its own; our progress and errors say what a user needs.
 transformers.utils.logging.disable_progress_bar()
 transformers.utils.logging.set_verbosity_error()
@@ -53,8 +56,7 @@ def load_config(source: str, field: str) -> Any:
 def context_length(config: Any) -> int | None:
     """How many tokens a network reads at most, by its configuration; None when it does not say."""
     length = getattr(config, "max_position_embeddings", None)
-    # RoBERTa's positions start after its padding index, so the first ones are never used.
-    if length is not None and config.model_type in ("roberta", "xlm-roberta", "camembert", "mpnet"):
+    if length is not None and config.model_type in POSITIONS_AFTER_PADDING:
         length -= int(config.pad_token_id) + 1
     return length
 

@@ -40,14 +40,15 @@ class RalmConfig(PretrainedConfig):
         **arguments: Any,
     ) -> None:
         self.base, self.residual = base or {}, residual or {}
-        for key in ("vocab_size", "hidden_size", "bos_token_id", "eos_token_id", "pad_token_id"):
-            arguments.setdefault(key, self.base.get(key))
-        lengths = [
-            part["max_position_embeddings"]
-            for part in (self.base, self.residual)
-            if part.get("max_position_embeddings")
-        ]
-        self.max_position_embeddings = min(lengths, default=None)
+        # Some models have other names for these; their configurations know.
+        parts = [AutoConfig.for_model(**part) for part in (self.base, self.residual) if part]
+        for part in parts[:1]:
+            self.vocab_size, self.hidden_size = part.vocab_size, part.hidden_size
+            for key in ("bos_token_id", "eos_token_id", "pad_token_id"):
+                arguments.setdefault(key, getattr(part, key, None))
+        self.num_hidden_layers = sum(part.num_hidden_layers for part in parts)
+        lengths = [getattr(part, "max_position_embeddings", None) for part in parts]
+        self.max_position_embeddings = min(filter(None, lengths), default=None)
         super().__init__(**arguments)
 
 
@@ -75,6 +76,12 @@ class RalmForCausalLM(PreTrainedModel, GenerationMixin):
         joined._join()
         return joined
 
+    @classmethod
+    def from_pretrained(cls, *arguments: Any, **options: Any) -> "RalmForCausalLM":
+        model: RalmForCausalLM = super().from_pretrained(*arguments, **options)
+        model.base.requires_grad_(False)  # loading makes new parameters, which would learn
+        return model
+
     def _join(self) -> None:
         self.base.requires_grad_(False)
         # One cache holds the keys of both: those of P_phi lie behind those of P_LM.
@@ -100,11 +107,6 @@ class RalmForCausalLM(PreTrainedModel, GenerationMixin):
         embeddings: nn.Module = self.base.get_output_embeddings()
         return embeddings
 
-    def set_attn_implementation(self, implementation: str) -> None:
-        for part in self.parts:
-            part.set_attn_implementation(implementation)
-        self.config._attn_implementation = implementation
-
     def forward(
         self,
         input_ids: Tensor,
@@ -113,6 +115,7 @@ class RalmForCausalLM(PreTrainedModel, GenerationMixin):
         attention_mask: Tensor | None = None,
         use_cache: bool | None = None,
         logits_to_keep: int | Tensor = 0,
+        labels: Tensor | None = None,
         **_arguments: Any,
     ) -> CausalLMOutputWithPast:
         if use_cache and past_key_values is None:
@@ -134,9 +137,11 @@ class RalmForCausalLM(PreTrainedModel, GenerationMixin):
             for part, cache in zip(self.parts, self._caches(past_key_values), strict=True)
         ]
         # In float32: a sum of two bfloat16 numbers would be rounded a third time.
-        return CausalLMOutputWithPast(
-            logits=logits[0].float() + logits[1].float(), past_key_values=past_key_values
-        )
+        product = logits[0].float() + logits[1].float()
+        loss = None
+        if labels is not None:
+            loss = self.loss_function(product, labels, vocab_size=product.shape[-1])
+        return CausalLMOutputWithPast(loss=loss, logits=product, past_key_values=past_key_values)
 
     def _caches(self, cache: Cache | None) -> list[Cache | None]:
         if not isinstance(cache, DynamicCache):
@@ -169,8 +174,8 @@ def _num_layers(model: PreTrainedModel) -> int:
 
 
 def _inner(config: dict[str, Any], outer: RalmConfig) -> PretrainedConfig:
-    inner = AutoConfig.for_model(**config)
-    inner._attn_implementation = outer._attn_implementation
+    inner: PretrainedConfig = AutoConfig.for_model(**config)
+    inner.dtype = outer.dtype  # its own would be the one it was saved in
     return inner
 
 

@@ -32,27 +32,36 @@ from transformers.cache_utils import DynamicLayer
 from transformers.masking_utils import AttentionMaskInterface
 
 from residual_ebm.models.compiled import compiled_instead_of
+from residual_ebm.models.loading import POSITIONS_AFTER_PADDING
 
 _NAME = "residual_ebm_shared_prefix"
 
 
 def can_share_prefix(model: PreTrainedModel) -> bool:
     """Whether the model's attention is what this file computes: causal, over everything before."""
-    return bool(getattr(model, "_supports_attention_backend", False)) and all(
-        map(_attends_to_everything, _configs(model))
+    return (
+        all(getattr(part, "_supports_attention_backend", False) for part in _parts(model))
+        and all(map(_attends_to_everything, _configs(model)))
+        # Sinks: a learnt share of attention that goes to no token.
+        and not any(hasattr(module, "sinks") for module in model.modules())
     )
 
 
+def _parts(model: PreTrainedModel) -> list[PreTrainedModel]:
+    """A model and the models inside it."""
+    return [module for module in model.modules() if isinstance(module, PreTrainedModel)]
+
+
 def _configs(model: PreTrainedModel) -> list[PretrainedConfig]:
-    """Of a model and of the models inside it."""
-    parts = (module for module in model.modules() if isinstance(module, PreTrainedModel))
-    return list({id(part.config): part.config for part in parts}.values())
+    return list({id(part.config): part.config for part in _parts(model)}.values())
 
 
 def _attends_to_everything(config: PretrainedConfig) -> bool:
     layer_types = set(getattr(config, "layer_types", None) or ["full_attention"])
     return (
         layer_types == {"full_attention"}
+        and config.model_type not in POSITIONS_AFTER_PADDING  # ours count from 0
+        and getattr(config, "v_head_dim", None) is None  # values of another size than keys
         and getattr(config, "attn_logit_softcapping", None) is None
         and not (getattr(config, "sliding_window", None) and not hasattr(config, "layer_types"))
         # GPT-2's options that scale or upcast scores layer by layer.

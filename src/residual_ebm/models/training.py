@@ -32,6 +32,7 @@ from residual_ebm.progress import Progress
 from residual_ebm.randomness import generator, torch_seed
 
 _STATE = "state.safetensors"
+DIVERGED = "training.learning_rate"  # the field to blame when a loss is no number
 _ADAM_STATE = ("step", "exp_avg", "exp_avg_sq")
 _LOGGED_STEPS = 100  # lines a training leaves in metrics.jsonl, besides validations
 
@@ -46,7 +47,7 @@ class History:
     validations: list[dict[str, float]] = field(default_factory=list)
     stopped_early: bool = False
     learning_rate: float | None = None
-    trials: list[dict[str, float]] = field(default_factory=list)  # of other learning rates
+    trials: list[dict[str, Any]] = field(default_factory=list)  # of other learning rates
 
     def summary(self) -> dict[str, Any]:
         """What is worth keeping once the weights are saved."""
@@ -152,7 +153,7 @@ def train(
                 loss = loss_at(step)
             if not torch.isfinite(loss):
                 raise UserError(
-                    "training.learning_rate",
+                    DIVERGED,
                     config.learning_rate,
                     f"the loss of {label} became {loss.item()} at step {step}; lower it",
                 )
@@ -196,7 +197,7 @@ def _validate(
         values = validate()
     if not math.isfinite(values["loss"]):
         raise UserError(
-            "training.learning_rate",
+            DIVERGED,
             config.learning_rate,
             f"the validation loss of {label} became {values['loss']} at step {history.step};"
             " lower it",

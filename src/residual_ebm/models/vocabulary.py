@@ -99,21 +99,24 @@ def draw_by_summary(logits_RV: Tensor, summary: Summary, uniform_R: Tensor) -> T
     return _search(summary.mass_RK.double(), masses_of, uniform_R)
 
 
-def top_tokens(logits_RV: Tensor, count: int) -> Tensor:
-    """The tokens with the largest logits, (R, count), largest first.
+def top_tokens(logits_RV: Tensor, count: int) -> tuple[Tensor, Tensor]:
+    """The largest logits and their tokens, (R, count), largest first.
 
     They lie in the chunks with the largest maxima, as many of those as tokens are wanted, so most
     of the vocabulary is never ordered.
     """
     vocabulary = logits_RV.shape[-1]
     if count * CHUNK >= vocabulary:
-        return logits_RV.topk(min(count, vocabulary), dim=-1).indices
+        largest = logits_RV.topk(min(count, vocabulary), dim=-1)
+        return largest.values, largest.indices
     padded_RV = torch.nn.functional.pad(logits_RV, (0, -vocabulary % CHUNK), value=-torch.inf)
     logits_RKc = padded_RV.view(len(logits_RV), -1, CHUNK)
     chunk_Rk = logits_RKc.amax(-1).topk(count, dim=-1).indices
     candidate_Rkc = logits_RKc.gather(1, chunk_Rk[..., None].expand(-1, -1, CHUNK))
-    pick_Rk = candidate_Rkc.flatten(1).topk(count, dim=-1).indices
-    return chunk_Rk.gather(1, pick_Rk // CHUNK) * CHUNK + pick_Rk % CHUNK
+    logit_Rk, pick_Rk = candidate_Rkc.flatten(1).topk(count, dim=-1)
+    token_Rk = chunk_Rk.gather(1, pick_Rk // CHUNK) * CHUNK + pick_Rk % CHUNK
+    # Where less than that can come at all, padding is among them, as unlikely as the rest.
+    return logit_Rk, token_Rk.clamp(max=vocabulary - 1)
 
 
 def inverse_cdf(mass_RV: Tensor, uniform_R: Tensor) -> Tensor:

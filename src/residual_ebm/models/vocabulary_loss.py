@@ -14,6 +14,8 @@ import torch
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
+from residual_ebm.models.ralm import RalmForCausalLM
+
 _LOGITS_AT_ONCE = 2**24
 
 
@@ -51,7 +53,9 @@ def _plain_logits(model: PreTrainedModel) -> bool:
                 logits = model(ids_1T, use_cache=False).logits
         finally:
             handle.remove()
-        _known[model] = len(left) == 1 and torch.equal(logits.float(), left[0].float())
+        # Of a RALM, the last layer is one of two, though its logits may be all there is at first.
+        plain = not isinstance(model, RalmForCausalLM)
+        _known[model] = plain and len(left) == 1 and torch.equal(logits.float(), left[0].float())
     return _known[model]
 
 

@@ -11,9 +11,10 @@ import torch
 from torch import nn
 
 from residual_ebm.config import TrainingConfig
+from residual_ebm.errors import UserError
 from residual_ebm.files.run_directory import RunDirectory
 from residual_ebm.files.storage import read_json, write_json
-from residual_ebm.models.training import train
+from residual_ebm.models.training import DIVERGED, train
 from residual_ebm.stages.training_log import training_log
 
 _SHARE = 10
@@ -27,7 +28,7 @@ def choose_learning_rate(
     config: TrainingConfig,
     folder: Path,
     **arguments: Any,
-) -> tuple[TrainingConfig, list[dict[str, float]]]:
+) -> tuple[TrainingConfig, list[dict[str, Any]]]:
     """The configuration with the best rate alone, and each rate's lowest validation loss.
 
     `module` is left as it was; `folder` keeps where the trials stand.
@@ -35,23 +36,29 @@ def choose_learning_rate(
     rates = [config.learning_rate, *config.other_learning_rates]
     learning = [parameter for parameter in module.parameters() if parameter.requires_grad]
     before = [parameter.detach().clone() for parameter in learning]
-    trials: list[dict[str, float]] = []
+    trials: list[dict[str, Any]] = []
     for rate in rates:
         label = f"{name}-lr-{rate:g}"
         done = folder / f"{label}.json"
         if not done.exists():
-            history = train(
-                module,
-                _trial(config, rate),
-                folder=folder / label,
-                log=training_log(run_dir, stage, label),
-                label=label,
-                **arguments,
-            )
-            write_json(done, {"learning_rate": rate, "loss": history.best_loss})
+            log = training_log(run_dir, stage, label)
+            trial = _trial(config, rate)
+            try:
+                history = train(
+                    module, trial, folder=folder / label, log=log, label=label, **arguments
+                )
+                loss = history.best_loss
+            except UserError as error:
+                if error.field != DIVERGED:
+                    raise
+                loss = None  # lost, as a trial may
+            write_json(done, {"learning_rate": rate, "loss": loss})
             _copy(before, learning)
         trials.append(read_json(done, has="loss"))
-    best = min(trials, key=lambda trial: trial["loss"])["learning_rate"]
+    finished = [trial for trial in trials if trial["loss"] is not None]
+    if not finished:
+        raise UserError(DIVERGED, rates, f"the loss of {name} grew beyond all bounds; lower them")
+    best = min(finished, key=lambda trial: trial["loss"])["learning_rate"]
     return _alone(config, best), trials
 
 

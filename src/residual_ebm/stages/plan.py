@@ -8,6 +8,7 @@ layer and unit of width. Hours are FLOPs at a share of a device's peak.
 """
 
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -21,6 +22,7 @@ from residual_ebm.config import (
     HeadConfig,
     LanguageModelConfig,
     Recipe,
+    TokenizerConfig,
     TrainingConfig,
 )
 from residual_ebm.errors import UserError
@@ -58,7 +60,7 @@ class _Planner:
     def __init__(self, recipe: Recipe) -> None:
         self._recipe = recipe
         self._length = recipe.block.length
-        self._vocabulary = self._vocabulary_size()
+        self._vocabulary = self._vocabulary_size(recipe.tokenizer, "tokenizer.source")
         self._models: dict[str, _Network] = {}
         self._encoders: dict[str, _Network] = {}
         self._energies: dict[str, _Network] = {}
@@ -83,12 +85,12 @@ class _Planner:
             "downloads": self._downloads(),
         }
 
-    def _vocabulary_size(self) -> int:
-        config = self._recipe.tokenizer
+    @staticmethod
+    def _vocabulary_size(config: TokenizerConfig, field: str) -> int:
         if config.source == SCRATCH:
             return config.vocab_size
-        _refuse_unfetched(config.source, "tokenizer.source")
-        return len(load_tokenizer(config.source, "tokenizer.source"))
+        _refuse_unfetched(config.source, field)
+        return len(load_tokenizer(config.source, field))
 
     def _language_model(self, config: LanguageModelConfig) -> dict[str, Any]:
         field = f"language_models.{config.name}"
@@ -113,7 +115,8 @@ class _Planner:
     def _encoder(self, config: EncoderConfig) -> dict[str, Any]:
         vocabulary = self._vocabulary
         if config.tokenizer is not None:
-            vocabulary = config.tokenizer.vocab_size
+            field = f"encoders.{config.name}.tokenizer.source"
+            vocabulary = self._vocabulary_size(config.tokenizer, field)
         network = self._new(
             AutoModelForMaskedLM, config.architecture, f"encoders.{config.name}", vocabulary
         )
@@ -240,18 +243,18 @@ class _Planner:
         sources = [recipe.corpus.path, recipe.tokenizer.source]
         sources += [model.source for model in recipe.language_models]
         sources += [str(energy.source) for energy in recipe.energies if energy.is_pretrained]
-        named = [source for source in dict.fromkeys(sources) if source != SCRATCH]
-        return [source for source in named if _must_be_fetched(source)]
+        return [source for source in dict.fromkeys(sources) if _must_be_fetched(source)]
 
 
 def _must_be_fetched(source: str) -> bool:
     if source.startswith(SCHEME):
         return not in_cache(find_asset(source, "source"))
-    return not source.startswith(("grammar:", ".", "/", "~"))
+    here = source == SCRATCH or source.startswith("grammar:") or Path(source).exists()
+    return not here
 
 
 def _refuse_unfetched(source: str, field: str) -> None:
-    """A plan downloads nothing."""
+    """A plan downloads no weights; of a model on the hub it asks for the configuration alone."""
     if source.startswith(SCHEME) and not in_cache(find_asset(source, field)):
         name = source.removeprefix(SCHEME)
         raise UserError(field, source, f"is not in the cache yet; `rebm assets get {name}` first")

@@ -2,6 +2,7 @@
 
 import math
 from collections.abc import Iterator
+from pathlib import Path
 
 import numpy as np
 import torch
@@ -57,12 +58,10 @@ def _make(
 ) -> None:
     check_manifest(run_dir.blocks)
     tokenizer = load_tokenizer(str(run_dir.blocks / "tokenizer"), "tokenizer")
-    model = _initial_model(recipe, config, tokenizer)
-    if config.residual_of is not None:
-        field = f"language_models.{config.name}.residual_of"
-        source = str(run_dir.language_model(config.residual_of))
-        base = load_pretrained(AutoModelForCausalLM, source, field, dtype=torch.float32)
-        model = RalmForCausalLM.of(base, model)
+    if config.residual_of is None:
+        model = _initial_model(recipe, config, tokenizer, len(tokenizer))
+    else:
+        model = _on_top_of(recipe, config, tokenizer, run_dir.language_model(config.residual_of))
     model = model.to(resolve_device(recipe.device))
     folder = run_dir.language_model(config.name)
     history = History()
@@ -74,8 +73,31 @@ def _make(
         write_json(temporary / "training.json", history.summary())
 
 
+def _on_top_of(
+    recipe: Recipe, config: LanguageModelConfig, tokenizer: PreTrainedTokenizerFast, base: Path
+) -> RalmForCausalLM:
+    field = f"language_models.{config.name}"
+    below = load_pretrained(
+        AutoModelForCausalLM, str(base), f"{field}.residual_of", dtype=torch.float32
+    )
+    # Some models have more rows than their tokenizer has tokens; the residual needs as many.
+    vocabulary = below.config.vocab_size
+    residual = _initial_model(recipe, config, tokenizer, vocabulary)
+    if isinstance(residual, RalmForCausalLM) or residual.config.vocab_size != vocabulary:
+        raise UserError(
+            f"{field}.source",
+            config.source,
+            f"cannot be added to {config.residual_of}, which has {vocabulary} rows of logits; name"
+            " a plain model with as many, or scratch",
+        )
+    return RalmForCausalLM.of(below, residual)
+
+
 def _initial_model(
-    recipe: Recipe, config: LanguageModelConfig, tokenizer: PreTrainedTokenizerFast
+    recipe: Recipe,
+    config: LanguageModelConfig,
+    tokenizer: PreTrainedTokenizerFast,
+    vocabulary: int,
 ) -> PreTrainedModel:
     field = f"language_models.{config.name}"
     if config.source != SCRATCH:
@@ -98,7 +120,7 @@ def _initial_model(
         config.architecture,
         f"{field}.architecture",
         recipe.block.length,
-        vocab_size=len(tokenizer),
+        vocab_size=vocabulary,
         bos_token_id=end_of_text,
         eos_token_id=end_of_text,
         pad_token_id=end_of_text,

@@ -45,7 +45,7 @@ def train_in_run(
     """`train`, with its resume state beside `result` and its numbers among those of the run; a
     learning rate is chosen first where there is a choice."""
     folder, name = resume_folder(result), result.name
-    trials: list[dict[str, float]] = []
+    trials: list[dict[str, Any]] = []
     if config.other_learning_rates:
         config, trials = choose_learning_rate(
             run_dir, stage, name, module, config, folder / "trials", **arguments
