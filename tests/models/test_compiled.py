@@ -159,8 +159,7 @@ def test_one_compilation_serves_all_layers(monkeypatch: pytest.MonkeyPatch) -> N
         uniform_at=lambda step: torch.from_numpy(uniform(0, 0, step, 0, MANY)),
     )
     assert not compiled._broken
-    # The attention to own tokens, the summary of the vocabulary, and the layer: once with its number
-    # as a constant 0, once as 1, and once for all others.
+    # Own tokens, the vocabulary, and the layer: with number 0, with 1, and for all others.
     assert torch._dynamo.utils.counters["stats"]["unique_graphs"] <= 5
 
 

@@ -381,3 +381,26 @@ def test_a_prefix_that_cannot_be_shared_is_told_once(caplog: pytest.LogCaptureFi
     assert told == [
         "MistralForCausalLM has attention of its own; its prefix is repeated for each sample"
     ]
+
+
+@pytest.mark.parametrize("model_type", ["llama", "gpt2", "gemma3_text"])
+def test_prefixes_may_be_read_some_at_a_time(
+    monkeypatch: pytest.MonkeyPatch, model_type: str
+) -> None:
+    lm = toys.language_model(model_type)
+    prefix_GP = torch.randint(3, 7, (5, 4), generator=torch.Generator().manual_seed(0))
+
+    def decoded() -> Decoded:
+        return decode(
+            lm.model,
+            prefix_GP,
+            samples_per_prefix=3,
+            num_tokens=4,
+            uniform_at=lambda step: torch.from_numpy(uniform(0, 0, step, 0, 15)),
+        )
+
+    together = decoded()
+    monkeypatch.setattr(decoding, "_PREFIX_TOKENS_AT_ONCE", 8)  # two prefixes
+    apart = decoded()
+    assert torch.equal(apart.ids_NC, together.ids_NC)
+    torch.testing.assert_close(apart.log_prob_NC, together.log_prob_NC, rtol=1e-4, atol=1e-5)

@@ -30,6 +30,7 @@ from residual_ebm.models.vocabulary import (
     top_tokens,
 )
 
+_PREFIX_TOKENS_AT_ONCE = 4096
 _logger = logging.getLogger(__name__)
 
 
@@ -132,10 +133,7 @@ def decode(
 
     With `end_of_text`, a row that draws it is finished: the rest of the row is padding.
     """
-    prefix_cache = DynamicCache()
-    logits_GV = model(
-        prefix_ids_GP, past_key_values=prefix_cache, use_cache=True, logits_to_keep=1
-    ).logits[:, -1]
+    logits_GV, prefix_cache = _read_prefixes(model, prefix_ids_GP)
     next_logits = _steps(
         model, prefix_ids_GP.shape[1], prefix_cache, samples_per_prefix, num_tokens
     )
@@ -160,6 +158,23 @@ def decode(
             if not running_N.any():
                 break
     return Decoded(ids_NC, length_N, log_prob_NC, proposal_NC, entropy_NC)
+
+
+def _read_prefixes(model: PreTrainedModel, ids_GP: Tensor) -> tuple[Tensor, DynamicCache]:
+    """The logits behind each prefix and the keys and values of all; some prefixes at a time, so
+    that what a layer hands to the next stays in the processor's cache."""
+    logits, caches = [], []
+    for part in ids_GP.split(max(1, _PREFIX_TOKENS_AT_ONCE // ids_GP.shape[1])):
+        cache = DynamicCache()
+        output = model(part, past_key_values=cache, use_cache=True, logits_to_keep=1)
+        logits.append(output.logits[:, -1])
+        caches.append(cache)
+    first = caches[0]
+    if len(caches) > 1:
+        for layer, *others in zip(*(cache.layers for cache in caches), strict=True):
+            layer.keys = torch.cat([part.keys for part in (layer, *others)])
+            layer.values = torch.cat([part.values for part in (layer, *others)])
+    return torch.cat(logits), first
 
 
 @functools.cache
