@@ -24,7 +24,9 @@ MANY = 300
 
 @pytest.fixture
 def nothing_broken(monkeypatch: pytest.MonkeyPatch) -> None:
+    """And many rows are enough, however small."""
     monkeypatch.setattr(compiled, "_broken", set())
+    monkeypatch.setattr(compiled, "_pays", lambda _device, rows, *_: rows >= 256)
 
 
 @pytest.mark.parametrize("size", [7, 256, 1000])
@@ -105,7 +107,7 @@ def test_without_a_compiler_the_plain_way_is_taken_and_told_once(
 
     monkeypatch.setattr(torch, "compile", no_compiler)
 
-    @compiled_instead_of(_double)
+    @compiled_instead_of(_double, from_numbers=0)
     def double(x: Tensor) -> Tensor:
         return x + x
 
@@ -117,11 +119,20 @@ def test_without_a_compiler_the_plain_way_is_taken_and_told_once(
     ]
 
 
+@pytest.mark.parametrize(
+    ("rows", "numbers", "pays"),
+    [(256, 1000, True), (255, 1000, False), (256, 999, False), (10_000, 10_000, True)],
+)
+def test_where_it_pays(rows: int, numbers: int, pays: bool) -> None:
+    assert compiled._pays(torch.device("cpu"), rows, numbers, 1000) == pays
+    assert not compiled._pays(torch.device("meta"), rows, numbers, 1000)
+
+
 @pytest.mark.usefixtures("nothing_broken")
 def test_few_rows_are_not_worth_a_compilation(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch, "compile", lambda *_, **__: pytest.fail)
 
-    @compiled_instead_of(_double)
+    @compiled_instead_of(_double, from_numbers=0)
     def double(x: Tensor) -> Tensor:
         return x + x
 
@@ -136,7 +147,7 @@ def test_an_error_of_another_kind_is_not_hidden(monkeypatch: pytest.MonkeyPatch)
 
     monkeypatch.setattr(torch, "compile", lambda *_, **__: fail)
 
-    @compiled_instead_of(_double)
+    @compiled_instead_of(_double, from_numbers=0)
     def double(x: Tensor) -> Tensor:
         return x + x
 
@@ -145,8 +156,7 @@ def test_an_error_of_another_kind_is_not_hidden(monkeypatch: pytest.MonkeyPatch)
 
 
 @pytest.mark.usefixtures("nothing_broken")
-def test_one_compilation_serves_all_layers(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(compiled, "_FROM_NUMBERS", 0)
+def test_one_compilation_serves_all_layers() -> None:
     model = random_model("llama", num_layers=7)
     torch._dynamo.reset()
     compiled._compiled_forwards.clear()
@@ -192,8 +202,9 @@ def test_compiled_layers_decode_what_plain_ones_do(
             uniform_at=lambda step: torch.from_numpy(uniform(0, 0, step, 0, MANY)),
         )
 
-    plain = decoded()
-    monkeypatch.setattr(compiled, "_FROM_NUMBERS", 0)
+    with monkeypatch.context() as patch:
+        patch.setattr(compiled, "_pays", lambda *_: False)
+        plain = decoded()
     fused = decoded()
     assert not compiled._broken
     assert torch.equal(fused.ids_NC, plain.ids_NC)

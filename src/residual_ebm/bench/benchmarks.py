@@ -36,6 +36,7 @@ class Setting:
     num_tokens: int = 40
     num_samples: int = 512
     batch_sizes: tuple[int, ...] = (16, 32, 64, 128, 256, 512)
+    compiled_sizes: tuple[int, ...] = (256, 512)  # at which generate is tried compiled as well
     num_prefixes: int = 64
     samples_per_prefix: int = 8
     num_blocks: int = 512
@@ -155,7 +156,7 @@ def _decode(setting: Setting, progress: Progress, top_k: int | None = None) -> d
                 cache="static",
                 compiled=True,
             )
-            for size in setting.batch_sizes[-2:]
+            for size in setting.compiled_sizes
         ],
         setting,
         progress,

@@ -19,7 +19,7 @@ from torch._dynamo.exc import FailOnRecompileLimitHit, TorchDynamoException
 from transformers import PreTrainedModel
 
 _FROM_ROWS = 256
-_FROM_NUMBERS = 2**17  # rows x hidden size: layers of smaller models are quick enough
+_FROM_HIDDEN = 2**17  # rows x hidden size: below, a layer takes less than a second to earn back
 # A layer's number is no constant: each would be compiled anew. Made once: every patch stays alive.
 _OPTIONS = torch._dynamo.config.patch(allow_unspec_int_on_nn_module=True, recompile_limit=64)
 _NOT_COMPILED = (TorchDynamoException, FailOnRecompileLimitHit)
@@ -32,8 +32,9 @@ torch._inductor.config.compile_threads = 1
 Function = TypeVar("Function", bound=Callable[..., Any])
 
 
-def compiled_instead_of(plain: Function) -> Callable[[Function], Function]:
-    """The decorated function takes the place of `plain` when its first argument has many rows."""
+def compiled_instead_of(plain: Function, from_numbers: int) -> Callable[[Function], Function]:
+    """The decorated function takes the place of `plain` when its first argument has many rows and
+    `from_numbers` numbers in all."""
 
     def decorate(function: Function) -> Function:
         fused = _compile(function)
@@ -41,7 +42,7 @@ def compiled_instead_of(plain: Function) -> Callable[[Function], Function]:
         @wraps(plain)
         def choose(*arguments: Any) -> Any:
             first = arguments[0]
-            if len(first) < _FROM_ROWS or first.device.type != "cpu":
+            if not _pays(first.device, len(first), first.numel(), from_numbers):
                 return plain(*arguments)
             return _try(fused, plain, *arguments)
 
@@ -53,8 +54,8 @@ def compiled_instead_of(plain: Function) -> Callable[[Function], Function]:
 @contextmanager
 def compiled_layers(model: PreTrainedModel, num_rows: int) -> Iterator[None]:
     """Within, the layers that a model repeats run compiled: one compilation serves them all."""
-    numbers = num_rows * int(getattr(model.config, "hidden_size", None) or 0)
-    if num_rows < _FROM_ROWS or numbers < _FROM_NUMBERS or model.device.type != "cpu":
+    hidden = num_rows * int(getattr(model.config, "hidden_size", None) or 0)
+    if not _pays(model.device, num_rows, hidden, _FROM_HIDDEN):
         yield
         return
     repeated = [
@@ -70,6 +71,10 @@ def compiled_layers(model: PreTrainedModel, num_rows: int) -> Iterator[None]:
     finally:
         for layer in repeated:
             del layer.forward
+
+
+def _pays(device: torch.device, num_rows: int, numbers: int, from_numbers: int) -> bool:
+    return device.type == "cpu" and num_rows >= _FROM_ROWS and numbers >= from_numbers
 
 
 def _repeated_names(model: PreTrainedModel) -> set[str]:

@@ -242,7 +242,7 @@ def _own_by_attention(
     return _merge(prefix_out_NKRD, prefix_lse_NKR, own_out, own_lse)
 
 
-@compiled_instead_of(_own_by_attention)
+@compiled_instead_of(_own_by_attention, from_numbers=2**17)
 def _merge_own(
     query_NKRD: Tensor,
     key_NKSD: Tensor,

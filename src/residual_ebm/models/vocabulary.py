@@ -73,7 +73,7 @@ def _summarise_rows(logits_RV: Tensor) -> tuple[Tensor, Tensor, Tensor]:
     return largest_R1[:, 0], mass_RK, expected_RK.sum(-1)
 
 
-@compiled_instead_of(_summarise_in_pieces)
+@compiled_instead_of(_summarise_in_pieces, from_numbers=2**22)
 def _summarise(logits_RV: Tensor) -> Sequence[Tensor]:
     return _summarise_rows(logits_RV)
 
