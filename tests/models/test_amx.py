@@ -79,11 +79,20 @@ def test_limit_is_the_last_resort(
 
 def test_a_child_that_hangs_is_not_waited_for(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(amx, "_PATIENCE", 0.2)
+    waited_for: list[int] = []
+    wait = amx._wait
+
+    def spy(child: int) -> int | None:
+        waited_for.append(child)
+        return wait(child)
+
+    monkeypatch.setattr(amx, "_wait", spy)
     begun = time.monotonic()
     assert not amx._survives(lambda: time.sleep(60))
     assert time.monotonic() - begun < 30
+    (child,) = waited_for
     with pytest.raises(ChildProcessError):
-        os.waitpid(-1, 0)  # it is gone, not left behind
+        os.waitpid(child, os.WNOHANG)  # it is gone, not left behind
 
 
 def test_a_limit_of_the_user_is_left_alone(monkeypatch: pytest.MonkeyPatch) -> None:
