@@ -2,6 +2,7 @@
 
 import os
 import shutil
+import signal
 import subprocess
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -12,6 +13,9 @@ import pytest
 # tests need no network, and models this small are slower on two threads.
 os.environ["HF_HUB_OFFLINE"] = "1"
 os.environ["OMP_NUM_THREADS"] = "1"
+# Tests that run in a shell's background ignore Ctrl-C, and so would what they start; some press it.
+if signal.getsignal(signal.SIGINT) == signal.SIG_IGN:
+    signal.signal(signal.SIGINT, signal.default_int_handler)
 
 _TRAINING = {
     "language_models.base": {"steps": 40, "validate_every": 20, "checkpoint_every": 10},

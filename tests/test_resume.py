@@ -104,19 +104,20 @@ def test_a_run_killed_at_random_moments_ends_the_same(
     assert_same_as_uninterrupted(out, tiny_run)
 
 
-def test_ctrl_c_is_one_line_and_the_same_command_goes_on(
+def test_a_wish_to_stop_is_one_line_and_the_same_command_goes_on(
     tiny_run: Path, tmp_path: Path, set_options: list[str]
 ) -> None:
     out, num_saved = tmp_path / "run", 0
     state = out / "language_models" / "base.training" / "state.safetensors"
-    moments: list[Callable[[], bool]] = [
-        lambda: progress(out) > 7,  # 7 files of blocks at most: amid the steps of the LM
-        lambda: (out / "log_weights").exists(),  # amid evaluation
+    moments: list[tuple[Callable[[], bool], signal.Signals]] = [
+        # 7 files of blocks at most: amid the steps of the LM
+        (lambda: progress(out) > 7, signal.SIGTERM),
+        (lambda: (out / "log_weights").exists(), signal.SIGINT),  # amid evaluation
     ]
-    for moment in moments:
+    for moment, asked in moments:
         process = start(out, set_options)
         wait_until(process, moment)
-        process.send_signal(signal.SIGINT)
+        process.send_signal(asked)
         answer, err = process.communicate()
         assert process.returncode == 130, err
         assert answer == ""

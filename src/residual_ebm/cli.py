@@ -11,6 +11,7 @@ from typing import Any, NoReturn
 
 from residual_ebm import __version__, commands
 from residual_ebm.errors import UserError
+from residual_ebm.stopping import stop_now, when_asked_to_stop
 
 STAGE_HELP = {
     "prepare": "read the corpus, split it by document, cut blocks",
@@ -130,7 +131,7 @@ def _add_run(parser: argparse.ArgumentParser, *, energy: bool = False) -> None:
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Run a command; 0 when it worked, 2 for an error of the user's, 130 after Ctrl-C."""
+    """Run a command; 0 when it worked, 2 for an error of the user's, 130 if stopped."""
     options = build_parser().parse_args(arguments)
     values: dict[str, Any] = vars(options)
     call = values.pop("call")
@@ -138,12 +139,13 @@ def main(arguments: Sequence[str] | None = None) -> int:
     values.pop("command")
     values.pop("action", None)
     try:
-        output = call(**values)
-        if as_json:
-            print(json.dumps(output.data, indent=2, ensure_ascii=False))
-        else:
-            output.show()
-        sys.stdout.flush()
+        with when_asked_to_stop(stop_now):
+            output = call(**values)
+            if as_json:
+                print(json.dumps(output.data, indent=2, ensure_ascii=False))
+            else:
+                output.show()
+            sys.stdout.flush()
     except UserError as error:
         print(f"rebm: {error}", file=sys.stderr)
         return 2

@@ -94,7 +94,7 @@ def test_log_weights_belong_to_one_energy(tmp_path: Path) -> None:
     claim_log_weights(folder, "one")
     write_shards(folder, np.zeros(3, int), np.zeros(3), 3)
     claim_log_weights(folder, "one")
-    with pytest.raises(UserError, match="are of another energy.*; delete them"):
+    with pytest.raises(UserError, match=r"are of another energy.*; delete them"):
         claim_log_weights(folder, "other")
 
 

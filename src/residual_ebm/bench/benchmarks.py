@@ -369,7 +369,11 @@ def run_benchmarks(
 ) -> dict[str, Any]:
     results: dict[str, Any] = {
         "version": residual_ebm.__version__,
-        "machine": {"cores": os.cpu_count(), "processor": _processor(), "python": _python()},
+        "machine": {
+            "cores": os.cpu_count(),
+            "processor": _processor(),
+            "python": platform.python_version(),
+        },
         "setting": asdict(setting),
         "benchmarks": {},
     }
@@ -385,7 +389,3 @@ def _processor() -> str:
             return next(line.partition(":")[2].strip() for line in file if "model name" in line)
     except (OSError, StopIteration):
         return platform.processor()
-
-
-def _python() -> str:
-    return platform.python_version()

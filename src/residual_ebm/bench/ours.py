@@ -119,7 +119,7 @@ def train_nce(
         return nce_loss(energy_B[:num_pairs], energy_B[num_pairs:])
 
     def run() -> None:
-        with quick_backward(energy.network.backbone):
+        with quick_backward(energy.network):
             _train(energy.network, loss_at, steps, precision)
 
     return Work(run, steps * len(ids_BT))

@@ -1,9 +1,11 @@
 """Where, in which numeric type and with which attention the networks run."""
 
+import itertools
 from collections.abc import Iterator
 from contextlib import contextmanager
 
 import torch
+from torch import nn
 from transformers import PreTrainedModel
 
 from residual_ebm.config import Precision, Recipe
@@ -37,12 +39,19 @@ def use_recipe_threads(recipe: Recipe) -> None:
 
 
 @contextmanager
-def quick_backward(model: PreTrainedModel) -> Iterator[None]:
+def quick_backward(network: nn.Module) -> Iterator[None]:
     """On a CPU the backward pass of fused attention is slower than that of plain products."""
-    before = model.config._attn_implementation
-    if model.device.type == "cpu" and before == "sdpa":
+    # The first is the outermost, and answers for the models inside it; a head may have none.
+    models = (part for part in network.modules() if isinstance(part, PreTrainedModel))
+    switched = [
+        model
+        for model in itertools.islice(models, 1)
+        if model.device.type == "cpu" and model.config._attn_implementation == "sdpa"
+    ]
+    for model in switched:
         model.set_attn_implementation("eager")
     try:
         yield
     finally:
-        model.set_attn_implementation(before)
+        for model in switched:
+            model.set_attn_implementation("sdpa")

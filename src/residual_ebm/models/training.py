@@ -9,7 +9,6 @@ import hashlib
 import json
 import math
 import shutil
-import signal
 import threading
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager, nullcontext
@@ -30,6 +29,7 @@ from residual_ebm.models.device import DTYPES, resolve_precision
 from residual_ebm.models.quick_dropout import QuickDropout
 from residual_ebm.progress import Progress
 from residual_ebm.randomness import generator, torch_seed
+from residual_ebm.stopping import when_asked_to_stop
 
 _STATE = "state.safetensors"
 DIVERGED = "training.learning_rate"  # the field to blame when a loss is no number
@@ -310,13 +310,8 @@ def forget_training(folder: Path) -> None:
 
 @contextmanager
 def _interrupt_between_steps() -> Iterator[Callable[[], bool]]:
-    """Hold Ctrl-C until the step under way is whole, so that it can be saved and resumed."""
+    """Hold Ctrl-C, and a scheduler's wish to stop, until the step under way is whole, so that it
+    can be saved and resumed."""
     seen = threading.Event()
-    if threading.current_thread() is not threading.main_thread():
+    with when_asked_to_stop(lambda *_: seen.set()):
         yield seen.is_set
-        return
-    before = signal.signal(signal.SIGINT, lambda *_: seen.set())
-    try:
-        yield seen.is_set
-    finally:
-        signal.signal(signal.SIGINT, before)

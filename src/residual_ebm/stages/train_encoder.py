@@ -15,7 +15,7 @@ from residual_ebm.files.blocks import Blocks, read_blocks
 from residual_ebm.files.run_directory import RunDirectory
 from residual_ebm.files.storage import check_manifest, is_complete, new_folder, write_json
 from residual_ebm.files.tokenizers import train_tokenizer
-from residual_ebm.models.device import quick_backward, resolve_device, use_recipe_threads
+from residual_ebm.models.device import resolve_device, use_recipe_threads
 from residual_ebm.models.energy_inputs import TextBridge, TextInputs, decode_blocks
 from residual_ebm.models.loading import context_length, load_tokenizer
 from residual_ebm.models.masking import mask_tokens
@@ -135,18 +135,17 @@ def _train(
             total += loss_of(part, start, "validation_mask").item() * len(part)
         return {"loss": total / count}
 
-    with quick_backward(model):
-        return train_in_run(
-            run_dir,
-            "train-encoder",
-            run_dir.encoder(config.name),
-            model,
-            training,
-            loss_at=loss_at,
-            validate=validate,
-            seed=recipe.seed,
-            progress=progress,
-        )
+    return train_in_run(
+        run_dir,
+        "train-encoder",
+        run_dir.encoder(config.name),
+        model,
+        training,
+        loss_at=loss_at,
+        validate=validate,
+        seed=recipe.seed,
+        progress=progress,
+    )
 
 
 def _loss(model: PreTrainedModel, inputs: TextInputs, target_BL: Tensor) -> Tensor:

@@ -9,7 +9,6 @@ J = 1 + K blocks of a prefix, the positive first, T tokens of a block, C of a co
 """
 
 from collections.abc import Callable
-from contextlib import nullcontext
 from dataclasses import dataclass
 
 import numpy as np
@@ -24,7 +23,7 @@ from residual_ebm.files.blocks import Blocks, read_blocks
 from residual_ebm.files.run_directory import RunDirectory
 from residual_ebm.files.samples import SampleSet, join_rows, open_samples
 from residual_ebm.files.storage import check_manifest, is_complete
-from residual_ebm.models.device import quick_backward, use_recipe_threads
+from residual_ebm.models.device import use_recipe_threads
 from residual_ebm.models.energy import EnergyInfo, EnergyModel
 from residual_ebm.models.energy_inputs import TextBridge
 from residual_ebm.models.kept_features import KeptFeatures
@@ -246,19 +245,17 @@ def train_nce(
             "accuracy": nce_accuracy(positive, negative).item(),
         }
 
-    backbone = getattr(energy.network, "backbone", None)
-    with quick_backward(backbone) if backbone is not None else nullcontext():
-        return train_in_run(
-            run_dir,
-            "train-energy",
-            run_dir.energy(config.name),
-            energy.network,
-            training,
-            loss_at=loss_at,
-            validate=validate,
-            seed=seed,
-            progress=progress,
-        )
+    return train_in_run(
+        run_dir,
+        "train-energy",
+        run_dir.energy(config.name),
+        energy.network,
+        training,
+        loss_at=loss_at,
+        validate=validate,
+        seed=seed,
+        progress=progress,
+    )
 
 
 def _energies_of(

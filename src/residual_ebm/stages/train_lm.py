@@ -14,7 +14,7 @@ from residual_ebm.errors import UserError
 from residual_ebm.files.blocks import cut_blocks, read_documents_ids
 from residual_ebm.files.run_directory import RunDirectory
 from residual_ebm.files.storage import check_manifest, is_complete, new_folder, write_json
-from residual_ebm.models.device import quick_backward, resolve_device, use_recipe_threads
+from residual_ebm.models.device import resolve_device, use_recipe_threads
 from residual_ebm.models.energy_inputs import same_vocabulary
 from residual_ebm.models.language_model import end_of_text_id
 from residual_ebm.models.loading import load_pretrained, load_tokenizer
@@ -155,19 +155,18 @@ def _train(
             count += len(ids_BT)
         return {"loss": total / count, "perplexity": math.exp(total / count)}
 
-    with quick_backward(model):
-        return train_in_run(
-            run_dir,
-            "train-lm",
-            run_dir.language_model(config.name),
-            model,
-            training,
-            loss_at=loss_at,
-            validate=validate,
-            seed=recipe.seed,
-            progress=progress,
-            dropout=False,
-        )
+    return train_in_run(
+        run_dir,
+        "train-lm",
+        run_dir.language_model(config.name),
+        model,
+        training,
+        loss_at=loss_at,
+        validate=validate,
+        seed=recipe.seed,
+        progress=progress,
+        dropout=False,
+    )
 
 
 def training_windows(recipe: Recipe, run_dir: RunDirectory, split: str) -> np.ndarray:

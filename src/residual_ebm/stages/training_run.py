@@ -10,6 +10,7 @@ from transformers import AutoConfig, PreTrainedModel
 from residual_ebm.config import TRAINING_SUFFIX, TrainingConfig
 from residual_ebm.errors import UserError
 from residual_ebm.files.run_directory import RunDirectory
+from residual_ebm.models.device import quick_backward
 from residual_ebm.models.loading import context_length, train_every_embedding
 from residual_ebm.models.training import History, train
 from residual_ebm.stages.learning_rates import choose_learning_rate
@@ -46,12 +47,13 @@ def train_in_run(
     learning rate is chosen first where there is a choice."""
     folder, name = resume_folder(result), result.name
     trials: list[dict[str, Any]] = []
-    if config.other_learning_rates:
-        config, trials = choose_learning_rate(
-            run_dir, stage, name, module, config, folder / "trials", **arguments
-        )
-    log = training_log(run_dir, stage, name)
-    history = train(module, config, folder=folder, log=log, label=name, **arguments)
+    with quick_backward(module):
+        if config.other_learning_rates:
+            config, trials = choose_learning_rate(
+                run_dir, stage, name, module, config, folder / "trials", **arguments
+            )
+        log = training_log(run_dir, stage, name)
+        history = train(module, config, folder=folder, log=log, label=name, **arguments)
     history.learning_rate, history.trials = config.learning_rate, trials
     return history
 
