@@ -55,6 +55,10 @@ class Setting:
     def length(self) -> int:
         return self.prefix_length + self.num_tokens
 
+    def take(self, *names: str) -> dict[str, Any]:
+        """Some of it, as arguments of the same names."""
+        return {name: getattr(self, name) for name in names}
+
     @property
     def architecture(self) -> dict[str, Any]:
         return {
@@ -119,19 +123,11 @@ def _compare(
     }
 
 
-def _drawing(setting: Setting, top_k: int | None) -> dict[str, Any]:
-    return {
-        "model": setting.model,
-        "text": setting.text,
-        "prefix_length": setting.prefix_length,
-        "num_tokens": setting.num_tokens,
-        "top_k": top_k,
-        "threads": setting.threads,
-    }
+_DRAWING = ("model", "text", "prefix_length", "num_tokens", "threads")
 
 
 def _decode(setting: Setting, progress: Progress, top_k: int | None = None) -> dict[str, Any]:
-    common = _drawing(setting, top_k)
+    common = {**setting.take(*_DRAWING), "top_k": top_k}
     ours = {**common, "precision": setting.precision, "num_prefixes": 1}
     best, sweep = _sweep(
         "decode",
@@ -185,10 +181,8 @@ def _decode(setting: Setting, progress: Progress, top_k: int | None = None) -> d
             _spec(
                 PRODUCTS,
                 "products:products",
-                model=setting.model,
-                precision=setting.precision,
+                **setting.take("model", "precision", "threads"),
                 num_rows=setting.num_samples,
-                threads=setting.threads,
             ),
             best,
             engine,
@@ -204,11 +198,7 @@ def _decode_top_k(setting: Setting, progress: Progress) -> dict[str, Any]:
 
 
 def _negatives(setting: Setting, progress: Progress) -> dict[str, Any]:
-    common = {
-        **_drawing(setting, None),
-        "precision": setting.precision,
-        "samples_per_prefix": setting.samples_per_prefix,
-    }
+    common = {**setting.take(*_DRAWING, "precision", "samples_per_prefix"), "top_k": None}
     sizes = sorted({max(1, setting.num_prefixes // divisor) for divisor in (16, 4, 1)})
     best, sweep = _sweep(
         "negatives",
@@ -231,13 +221,7 @@ def _negatives(setting: Setting, progress: Progress) -> dict[str, Any]:
 
 
 def _score(setting: Setting, progress: Progress) -> dict[str, Any]:
-    common = {
-        "encoder": setting.encoder,
-        "text": setting.text,
-        "num_blocks": setting.num_blocks,
-        "length": setting.length,
-        "threads": setting.threads,
-    }
+    common = setting.take("encoder", "text", "num_blocks", "length", "threads")
     bests, sweep = [], []
     for precision in ("float32", setting.precision):
         best, swept = _sweep(
@@ -262,8 +246,7 @@ def _score(setting: Setting, progress: Progress) -> dict[str, Any]:
         OURS,
         "ours:score",
         **common,
-        model=setting.model,
-        precision=setting.precision,
+        **setting.take("model", "precision"),
         batch_size=64,
     )
     return _compare("score", "blocks/s", [ours, *bests], setting, progress, sweep)
@@ -271,11 +254,9 @@ def _score(setting: Setting, progress: Progress) -> dict[str, Any]:
 
 def _train(setting: Setting, progress: Progress) -> dict[str, Any]:
     common = {
-        "architecture": setting.architecture,
+        **setting.take("architecture", "length", "threads"),
         "batch_size": setting.train_batch,
-        "length": setting.length,
         "steps": setting.train_steps,
-        "threads": setting.threads,
     }
     specs = [
         _spec(OURS, "ours:train_lm", **common, precision=setting.precision),
@@ -287,11 +268,8 @@ def _train(setting: Setting, progress: Progress) -> dict[str, Any]:
 
 def _train_nce(setting: Setting, progress: Progress) -> dict[str, Any]:
     common = {
-        "encoder": setting.encoder,
-        "text": setting.text,
-        "length": setting.length,
+        **setting.take("encoder", "text", "length", "threads"),
         "steps": setting.train_steps,
-        "threads": setting.threads,
     }
     peer = {**common, "tokenizer": setting.model, "batch_size": 2 * setting.num_pairs}
     specs = [
@@ -299,9 +277,7 @@ def _train_nce(setting: Setting, progress: Progress) -> dict[str, Any]:
             OURS,
             "ours:train_nce",
             **common,
-            model=setting.model,
-            num_pairs=setting.num_pairs,
-            precision=setting.precision,
+            **setting.take("model", "num_pairs", "precision"),
         ),
         _spec("Trainer in float32", "peers:trainer_classifier", **peer, bf16=False),
         _spec("Trainer(bf16=True)", "peers:trainer_classifier", **peer, bf16=True),
@@ -310,15 +286,7 @@ def _train_nce(setting: Setting, progress: Progress) -> dict[str, Any]:
 
 
 def _evaluate(setting: Setting, progress: Progress) -> dict[str, Any]:
-    common = {
-        "model": setting.model,
-        "precision": setting.precision,
-        "text": setting.text,
-        "prefix_length": setting.prefix_length,
-        "num_tokens": setting.num_tokens,
-        "batch_size": 64,
-        "threads": setting.threads,
-    }
+    common = {**setting.take(*_DRAWING, "precision"), "batch_size": 64}
 
     def ours(name: str, num_samples: int, encoder: str | None) -> Spec:
         return _spec(

@@ -43,8 +43,7 @@ def generate(
 ) -> Work:
     """transformers' generate; a unit is a token."""
     torch.set_num_threads(threads)
-    path = local_source(model, "model", kind="model")
-    loaded = AutoModelForCausalLM.from_pretrained(path, dtype=DTYPES[precision]).eval()
+    loaded = _load(model, precision)
     ids_GP = real_blocks(text, load_tokenizer(model, "model"), num_prefixes, prefix_length)
     if compiled:
         loaded.forward = torch.compile(loaded.forward)
@@ -53,6 +52,12 @@ def generate(
         _generate(loaded, ids_GP, samples_per_prefix, num_tokens, top_k, cache)
 
     return Work(run, num_prefixes * samples_per_prefix * num_tokens)
+
+
+def _load(model: str, precision: str) -> PreTrainedModel:
+    path = local_source(model, "model", kind="model")
+    loaded: PreTrainedModel = AutoModelForCausalLM.from_pretrained(path, dtype=DTYPES[precision])
+    return loaded.eval()
 
 
 def _generate(
@@ -135,8 +140,7 @@ def generate_then_classify(
 ) -> Work:
     """Samples of one prefix by generate, decoded and scored by a classifier; a unit is a sample."""
     torch.set_num_threads(threads)
-    path = local_source(model, "model", kind="model")
-    loaded = AutoModelForCausalLM.from_pretrained(path, dtype=DTYPES[precision]).eval()
+    loaded = _load(model, precision)
     tokenizer = load_tokenizer(model, "model")
     ids_GP = real_blocks(text, tokenizer, 1, prefix_length)
     classifier = _Classifier(encoder, precision, batch_size)
