@@ -183,14 +183,35 @@ class LanguageModelConfig(Section):
 
 
 class EncoderConfig(Section):
-    """A bidirectional encoder trained by masked-language modelling on the training split."""
+    """A bidirectional encoder trained by masked-language modelling on the training split.
+
+    `source`: scratch, or lm:NAME for that language model's weights with its causal mask taken away.
+    """
 
     name: Name
-    architecture: dict[str, Any]
+    source: str = SCRATCH
+    architecture: dict[str, Any] | None = None
     tokenizer: TokenizerConfig | None = None  # none: the language model's own
     mask_probability: Annotated[float, Field(gt=0, lt=1)] = 0.15
     published_parameters: Count | None = None
     training: TrainingConfig
+
+    @property
+    def language_model(self) -> str | None:
+        """Whose weights it starts from."""
+        scheme, _, name = self.source.partition(":")
+        return name if scheme == "lm" else None
+
+    @model_validator(mode="after")
+    def _source_is_complete(self) -> Self:
+        if self.source != SCRATCH and self.language_model is None:
+            raise refusal(
+                "an encoder starts from scratch or lm:NAME", at="source", value=self.source
+            )
+        _check_scratch(self.source, self.architecture, self.training)
+        if self.language_model is not None and self.tokenizer is not None:
+            raise refusal(f"comes with {self.source}; remove it", at="tokenizer", value="{...}")
+        return self
 
 
 def _check_scratch(source: str, architecture: object, training: object) -> None:
@@ -322,6 +343,8 @@ class Recipe(Section):
             before = [name for name in models[:number] if name in plain]
             _check_reference(f"language_models.{model.name}.residual_of", model.residual_of, before)
         encoders = [encoder.name for encoder in self.encoders]
+        for encoder in self.encoders:
+            _check_reference(f"encoders.{encoder.name}.source", encoder.language_model, plain)
         for energy in self.energies:
             place = f"energies.{energy.name}"
             _check_reference(f"{place}.language_model", energy.language_model, models)

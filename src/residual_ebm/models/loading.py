@@ -12,6 +12,7 @@ from residual_ebm.errors import UserError
 from residual_ebm.files.hub import hub_is_out_of_reach
 from residual_ebm.files.storage import check_manifest, is_complete
 from residual_ebm.models import ralm  # noqa: F401  (so that transformers knows its name)
+from residual_ebm.models.both_ways import heed_direction
 
 # Their positions start after the padding index, so the first ones are never used.
 POSITIONS_AFTER_PADDING = ("roberta", "xlm-roberta", "camembert", "mpnet")
@@ -34,9 +35,11 @@ def load_pretrained(auto_class: Any, source: str, field: str, **arguments: Any) 
         transformers.utils.logging.enable_progress_bar()  # of a download from the hub
     where = _where_to_look(source)
     try:
-        return auto_class.from_pretrained(
+        model = auto_class.from_pretrained(
             source, trust_remote_code=False, use_safetensors=True, **where, **arguments
         )
+        heed_direction(model)
+        return model
     except (OSError, ValueError, KeyError, RuntimeError, SafetensorError) as error:
         raise _not_loaded(source, field, error) from None
     finally:

@@ -60,6 +60,7 @@ def _attends_to_everything(config: PretrainedConfig) -> bool:
     layer_types = set(getattr(config, "layer_types", None) or ["full_attention"])
     return (
         layer_types == {"full_attention"}
+        and getattr(config, "is_causal", True) is not False
         and config.model_type not in POSITIONS_AFTER_PADDING  # ours count from 0
         and getattr(config, "v_head_dim", None) is None  # values of another size than keys
         and getattr(config, "attn_logit_softcapping", None) is None

@@ -117,9 +117,11 @@ class _Planner:
         if config.tokenizer is not None:
             field = f"encoders.{config.name}.tokenizer.source"
             vocabulary = self._vocabulary_size(config.tokenizer, field)
-        network = self._new(
-            AutoModelForMaskedLM, config.architecture, f"encoders.{config.name}", vocabulary
-        )
+        if config.architecture is None:
+            network = self._models[str(config.language_model)]
+        else:
+            field = f"encoders.{config.name}"
+            network = self._new(AutoModelForMaskedLM, config.architecture, field, vocabulary)
         self._encoders[config.name] = network
         return self._row(config.name, "encoder", config, network, 0, blocks_per_item=1)
 

@@ -4,10 +4,17 @@ An encoder reads exactly what its energy will read: the blocks through the same 
 text first when its tokenizer is not the language model's.
 """
 
+from pathlib import Path
+
 import numpy as np
 import torch
 from torch import Tensor
-from transformers import AutoModelForMaskedLM, PreTrainedModel, PreTrainedTokenizerFast
+from transformers import (
+    AutoModelForCausalLM,
+    AutoModelForMaskedLM,
+    PreTrainedModel,
+    PreTrainedTokenizerFast,
+)
 
 from residual_ebm.config import SCRATCH, EncoderConfig, Recipe
 from residual_ebm.errors import UserError
@@ -15,9 +22,15 @@ from residual_ebm.files.blocks import Blocks, read_blocks
 from residual_ebm.files.run_directory import RunDirectory
 from residual_ebm.files.storage import check_manifest, is_complete, new_folder, write_json
 from residual_ebm.files.tokenizers import train_tokenizer
+from residual_ebm.models.both_ways import make_bidirectional
 from residual_ebm.models.device import resolve_device, use_recipe_threads
 from residual_ebm.models.energy_inputs import TextBridge, TextInputs, decode_blocks
-from residual_ebm.models.loading import context_length, load_tokenizer
+from residual_ebm.models.loading import (
+    context_length,
+    load_pretrained,
+    load_tokenizer,
+    train_every_embedding,
+)
 from residual_ebm.models.masking import mask_tokens
 from residual_ebm.models.training import History, batch_indices, forget_training
 from residual_ebm.progress import QUIET, Progress
@@ -49,7 +62,11 @@ def _make(recipe: Recipe, config: EncoderConfig, run_dir: RunDirectory, progress
         split: read_blocks(run_dir.blocks / f"{split}.arrow") for split in ("train", "validation")
     }
     tokenizer = _tokenizer(config, lm_tokenizer, blocks["train"])
-    model = _initial_model(recipe, config, tokenizer).to(resolve_device(recipe.device))
+    if config.language_model is None:
+        model = _new_model(recipe, config, tokenizer)
+    else:
+        model = _from_language_model(config, run_dir.language_model(config.language_model))
+    model = model.to(resolve_device(recipe.device))
     history = _train(recipe, config, model, lm_tokenizer, tokenizer, blocks, run_dir, progress)
     with new_folder(run_dir.encoder(config.name)) as temporary:
         model.save_pretrained(temporary)
@@ -77,9 +94,22 @@ def _tokenizer(
     return tokenizer
 
 
-def _initial_model(
+def _from_language_model(config: EncoderConfig, folder: Path) -> PreTrainedModel:
+    """Weights that know the language already; only looking ahead is new to them."""
+    field = f"encoders.{config.name}.source"
+    model: PreTrainedModel = load_pretrained(
+        AutoModelForCausalLM, str(folder), field, dtype=torch.float32
+    )
+    train_every_embedding(model)
+    if not make_bidirectional(model):
+        raise UserError(field, config.source, "cannot look ahead; train one from scratch")
+    return model
+
+
+def _new_model(
     recipe: Recipe, config: EncoderConfig, tokenizer: PreTrainedTokenizerFast
 ) -> PreTrainedModel:
+    assert config.architecture is not None
     architecture = build_architecture(
         config.architecture,
         f"encoders.{config.name}.architecture",

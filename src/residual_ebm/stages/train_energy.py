@@ -23,6 +23,7 @@ from residual_ebm.files.blocks import Blocks, read_blocks
 from residual_ebm.files.run_directory import RunDirectory
 from residual_ebm.files.samples import SampleSet, join_rows, open_samples
 from residual_ebm.files.storage import check_manifest, is_complete
+from residual_ebm.models.both_ways import is_bidirectional
 from residual_ebm.models.device import use_recipe_threads
 from residual_ebm.models.energy import EnergyInfo, EnergyModel
 from residual_ebm.models.energy_inputs import TextBridge
@@ -181,7 +182,9 @@ def _check_architecture(backbone: PreTrainedModel, config: EnergyConfig) -> None
 def _check_direction(backbone: PreTrainedModel, config: EnergyConfig, field: str) -> None:
     """UniT reads left to right and BiT both ways; a backbone that does the other is refused."""
     masked = type(backbone.config) in AutoModelForMaskedLM._model_mapping
-    both_ways = masked and not getattr(backbone.config, "is_decoder", False)
+    both_ways = is_bidirectional(backbone) or (
+        masked and not getattr(backbone.config, "is_decoder", False)
+    )
     if both_ways != (config.kind == "bit"):
         reads = "both ways" if both_ways else "left to right"
         remedy = {"bit": "an encoder, or kind: unit", "unit": "a causal LM, or kind: bit"}

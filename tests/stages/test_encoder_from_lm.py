@@ -1,0 +1,59 @@
+"""An encoder that starts from the language model's weights, and the BiT that starts from it."""
+
+from pathlib import Path
+
+import pytest
+
+from residual_ebm.errors import UserError
+from residual_ebm.files.run_directory import open_run
+from residual_ebm.files.storage import read_json
+from residual_ebm.models.both_ways import is_bidirectional
+from residual_ebm.models.energy import EnergyModel
+from residual_ebm.models.language_model import LanguageModel
+from residual_ebm.recipe_file import load_recipe
+from residual_ebm.stages.pipeline import run_all
+
+TRAINING = (
+    "{steps: 20, batch_size: 16, learning_rate: 3e-3, validate_every: 10, checkpoint_every: 10}"
+)
+
+
+def options(overrides: list[str], encoder: str = "source: lm:base") -> list[str]:
+    bit = f"{{name: bit, kind: bit, source: encoder:both, training: {TRAINING}}}"
+    return [
+        *[option for option in overrides if not option.startswith(("encoders", "energies"))],
+        f"encoders=[{{name: both, {encoder}, mask_probability: 0.3, training: {TRAINING}}}]",
+        f"energies=[{bit}]",
+    ]
+
+
+def test_it_guesses_better_than_one_from_scratch_and_becomes_a_bit(
+    tiny_run: Path, tmp_path: Path, tiny_overrides: list[str]
+) -> None:
+    recipe = load_recipe("tiny", options(tiny_overrides))
+    with open_run(tmp_path / "run", recipe) as run_dir:
+        run_all(recipe, run_dir)
+    losses = {
+        folder: min(entry["loss"] for entry in read_json(folder / "training.json")["validations"])
+        for folder in (run_dir.encoder("both"), tiny_run / "encoders" / "encoder")
+    }
+    from_lm, from_scratch = losses.values()
+    assert from_lm < from_scratch
+    language_model = LanguageModel.from_pretrained(run_dir.language_model("base"))
+    energy = EnergyModel.from_pretrained(run_dir.energy("bit"), language_model)
+    assert is_bidirectional(energy.network.backbone)
+
+
+@pytest.mark.parametrize(
+    ("encoder", "message"),
+    [
+        ("source: lm:nobody", "not in the recipe, which has base"),
+        ("source: asset:minilm-l6", "starts from scratch or lm:NAME"),
+        ("source: lm:base, tokenizer: {source: scratch}", "comes with lm:base; remove it"),
+        ("source: lm:base, architecture: {model_type: bert}", "comes with lm:base; remove it"),
+        ("source: scratch", "source: scratch needs this section; add it"),
+    ],
+)
+def test_other_sources_are_refused(encoder: str, message: str, tiny_overrides: list[str]) -> None:
+    with pytest.raises(UserError, match=message):
+        load_recipe("tiny", options(tiny_overrides, encoder))
