@@ -1,5 +1,6 @@
 """The commands on a finished run: JSON for programs, numbers for people, nothing done twice."""
 
+import io
 import json
 import re
 import time
@@ -9,6 +10,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+from rich.console import Console
 
 from residual_ebm import __version__
 from residual_ebm.cli import STAGE_HELP, build_parser
@@ -16,6 +18,7 @@ from residual_ebm.files.blocks import read_blocks
 from residual_ebm.files.log_weights import REAL, read_real
 from residual_ebm.files.samples import read_rows
 from residual_ebm.recipe_file import load_recipe
+from residual_ebm.report.table import print_results
 
 Rebm = Callable[..., tuple[int, str, str]]
 
@@ -147,6 +150,26 @@ def test_examples_show_what_each_model_would_have_said(
 
 def test_results_prints_the_saved_ones(rebm: Rebm, tiny_run: Path, results: dict[str, Any]) -> None:
     assert answer(rebm, "results", tiny_run) == results
+
+
+@pytest.mark.parametrize("same_text", [True, False])
+def test_the_caption_says_whether_fine_tuning_would_do_as_well(
+    results: dict[str, Any], monkeypatch: pytest.MonkeyPatch, same_text: bool
+) -> None:
+    """From the published results of a longer recipe, on the same text and on no other."""
+    (base,) = results["language_models"]
+    adapted = [
+        {**base, "training": {"validations": validations}, "test": {**base["test"], "value": value}}
+        for validations, value in (([], 31.0), ([{"step": 80}], 22.5), ([{"step": 40}], 23.25))
+    ]
+    long = {**results, "recipe": "long", "language_models": adapted}
+    monkeypatch.setattr("residual_ebm.report.table.read_published", {"long": long}.get)
+    corpus = results["corpus"] if same_text else "another.txt"
+    console = Console(width=200, record=True, file=io.StringIO())
+    print_results({**results, "reference": "long", "corpus": corpus}, console)
+    words = " ".join(console.export_text().split())
+    assert ("stands at 23.25 after 40 steps, 22.50 after 80 steps; on top" in words) == same_text
+    assert ("Would plain fine-tuning" in words) == same_text
 
 
 @pytest.mark.parametrize("columns", [80, 200])

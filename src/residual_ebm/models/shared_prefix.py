@@ -75,10 +75,19 @@ class _Layer:
     """The keys and values of a prefix, and room for those of each row's own tokens after it."""
 
     def __init__(self, prefix: DynamicLayer, num_tokens: int) -> None:
-        self.prefix_keys_GKPD, self.prefix_values_GKPD = prefix.keys, prefix.values
+        self._prefix = (prefix.keys, prefix.values)
         self._room = num_tokens
         self._filled = 0
         self._buffers: list[Tensor] = []
+
+    def prefix_for(self, num_heads: int) -> tuple[Tensor, ...]:
+        """The prefix's keys and values (G, H, P, D), repeated once for heads that share them."""
+        repeats = num_heads // self._prefix[0].shape[1]
+        if repeats > 1:
+            self._prefix = tuple(
+                states.repeat_interleave(repeats, dim=1) for states in self._prefix
+            )
+        return self._prefix
 
     def append(self, key_NK1D: Tensor, value_NK1D: Tensor) -> tuple[Tensor, Tensor]:
         """All own keys and values so far, with those of the newest token."""
@@ -185,18 +194,17 @@ def _attend_after_prefix(
     """Attention of new tokens (N, H, L, D) to prefix and own tokens, as (N, L, H, D)."""
     kept = _layers.get()[layer]
     num_rows, num_heads, num_new, size = query.shape
-    groups, kv_heads = kept.prefix_keys_GKPD.shape[:2]
+    keys_GHPD, values_GHPD = kept.prefix_for(num_heads)
+    groups, kv_heads = len(keys_GHPD), key.shape[1]
     repeats = num_heads // kv_heads
 
-    # Rows of a prefix, heads that share keys and new tokens are all just queries to the prefix.
-    query_GnKRLD = query.reshape(groups, -1, kv_heads, repeats, num_new, size)
-    query_GKMD = query_GnKRLD.transpose(1, 2).reshape(groups, kv_heads, -1, size)
-    out_GKMD, lse_GKM = _attention(
-        query_GKMD, kept.prefix_keys_GKPD, kept.prefix_values_GKPD, scale, is_causal=False
-    )
-    shape = (groups, kv_heads, -1, repeats, num_new)
-    prefix_out = out_GKMD.reshape(*shape, size).transpose(1, 2).reshape(query.shape)
-    prefix_lse = lse_GKM.reshape(shape).transpose(1, 2).reshape(query.shape[:-1])
+    # Rows of a prefix and new tokens are all just queries to the prefix. With one new token, no
+    # number is moved: a transposed view goes in, and what comes out lies row after row in memory.
+    query_GHMD = query.transpose(1, 2).reshape(groups, -1, num_heads, size).transpose(1, 2)
+    out_GHMD, lse_GHM = _attention(query_GHMD, keys_GHPD, values_GHPD, scale, is_causal=False)
+    by_row = (num_rows, num_new, num_heads)
+    prefix_out = out_GHMD.transpose(1, 2).reshape(*by_row, size).transpose(1, 2)
+    prefix_lse = lse_GHM.transpose(1, 2).reshape(by_row).transpose(1, 2)
 
     if num_new == 1:  # heads that share keys are queries again, with nothing to mask
         own_shape = (num_rows, kv_heads, repeats, size)
