@@ -378,10 +378,29 @@ def test_fewer_documents_than_splits_are_refused(
 def test_a_mended_recipe_goes_on_where_nothing_was_made_yet(
     rebm: Rebm, tmp_path: Path, set_options: list[str]
 ) -> None:
-    out = tmp_path / "run"
-    fault_of(*_run(rebm, out, set_options, f"corpus.path={tmp_path / 'mispelt.txt'}"))
+    out, empty = tmp_path / "run", tmp_path / "empty.txt"
+    empty.write_text("")
+    fault_of(*_run(rebm, out, set_options, f"corpus.path={empty}"))
+    assert (out / "recipe.yaml").exists()
     code, _, err = rebm("prepare", "tiny", *set_options, "--out", out)
     assert code == 0, err
+
+
+def test_text_that_changed_since_the_run_is_told(
+    rebm: Rebm, tmp_path: Path, set_options: list[str]
+) -> None:
+    texts = tmp_path / "texts"
+    texts.mkdir()
+    for number in range(6):
+        (texts / f"{number}.txt").write_text(f"word{number} and another " * 200)
+    prepare = ["prepare", "tiny", *set_options, "--set", f"corpus.path={texts}"]
+    prepare += ["--out", str(tmp_path / "run")]
+    assert rebm(*prepare)[0] == 0
+    assert rebm(*prepare)[0] == 0
+    (texts / "new.txt").write_text("word and another " * 200)
+    assert_fault(rebm(*prepare), "corpus.path", str(texts), "has changed since")
+    shutil.rmtree(texts)  # a run that has its blocks needs its corpus no more
+    assert rebm(*prepare)[0] == 0
 
 
 # Models ----------------------------------------------------------------------------------------

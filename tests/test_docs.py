@@ -1,11 +1,14 @@
 """What the documents say must be so."""
 
+import json
 import re
 import shlex
+from collections.abc import Callable
 from pathlib import Path
 
 from residual_ebm.cli import build_parser
 from residual_ebm.command_help import command_help
+from residual_ebm.commands import next_commands
 from residual_ebm.recipe_file import load_recipe, recipe_names
 
 ROOT = Path(__file__).parents[1]
@@ -50,6 +53,30 @@ def test_commands_of_the_readme_are_understood() -> None:
     parser = build_parser()
     for command in commands:
         assert parser.parse_args(shlex.split(command)).call
+
+
+def test_the_readme_shows_thenext_commands_that_are_printed(
+    tiny_run: Path, rebm: Callable[..., tuple[int, str, str]]
+) -> None:
+    _, shown, _ = rebm("results", tiny_run)
+    readme = (ROOT / "README.md").read_text(encoding="utf-8")
+    printed = shown.partition("What to try next:\n")[2].replace(str(tiny_run), "runs/quickstart")
+    for line in printed.splitlines():
+        said = line.strip().replace("run tiny", "run quickstart")
+        assert f"    .venv/bin/{said}\n" in readme
+    assert printed.count("\n") == 4
+
+
+def test_every_next_command_is_understood(tiny_run: Path) -> None:
+    """Of a text with a split of its own as well, which no folder can take the place of."""
+    results = json.loads((tiny_run / "results.json").read_text())
+    parser = build_parser()
+    for recipe, named in (("wikitext2", "quickstart"), ("sotu", "sotu"), ("mine", "quickstart")):
+        commands = [line for line, _ in next_commands({**results, "recipe": recipe}, "runs/a")]
+        assert len(commands) == 4
+        for command in commands:
+            assert parser.parse_args(shlex.split(command)).call
+        assert commands[-1].startswith(f"run {named} ")
 
 
 def test_the_readme_shows_a_row_for_every_model_of_quickstart() -> None:

@@ -80,16 +80,18 @@ def build_parser() -> argparse.ArgumentParser:
     generate.add_argument("--num-tokens", type=int, metavar="N", help="default: the whole horizon")
     generate.add_argument("--top-k", type=int, metavar="K", help="default: no truncation")
     generate.add_argument("--top-p", type=float, metavar="P", help="default: no truncation")
-    generate.add_argument("--seed", type=int, default=0)
+    generate.add_argument("--seed", type=int, default=0, metavar="N", help="default 0")
     generate.add_argument("--all", action="store_true", help="show the whole scored set")
 
-    score = commands_.add_parser("score", help="lm_log_prob, energy and perplexity of your text")
+    score = commands_.add_parser(
+        "score", help="lm_log_prob and energy of your text, and its perplexity"
+    )
     score.set_defaults(call=commands.score)
     _add_run(score, energy=True)
     score.add_argument("text", help="a text file, a folder or a table with a text column")
     score.add_argument("--text-column", default="text", metavar="NAME", help="default text")
     score.add_argument("--num-samples", type=int, metavar="N", help="also bound the perplexity")
-    score.add_argument("--seed", type=int, default=0)
+    score.add_argument("--seed", type=int, default=0, metavar="N", help="default 0")
 
     gap = commands_.add_parser("gap", help="how far the LM is from the test text, and where")
     gap.set_defaults(call=commands.gap)

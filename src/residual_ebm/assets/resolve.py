@@ -56,9 +56,13 @@ def find_asset(source: str, field: str, kind: Kind | None = None) -> Asset:
 
 
 def in_cache(asset: Asset) -> bool:
-    if not is_complete(_folder(asset)):
+    """Whether it is there, as this version makes it; with a manifest in pieces it is not."""
+    if not is_complete(asset_folder(asset)):
         return False
-    manifest = read_json(_folder(asset) / MANIFEST)
+    try:
+        manifest = read_json(asset_folder(asset) / MANIFEST, has="packages")
+    except UserError:
+        return False
     # Another version of this package may have made it from other files, or otherwise.
     return all(manifest.get(key) == _info(asset)[key] for key in ("version", "packages"))
 
@@ -66,7 +70,7 @@ def in_cache(asset: Asset) -> bool:
 def get_asset(name: str, progress: Progress = QUIET) -> Path:
     """The asset's folder or file; fetched and unpacked if it is not in the cache."""
     asset = find_asset(name, "asset")
-    folder = _folder(asset)
+    folder = asset_folder(asset)
     if not in_cache(asset):
         with _owned_cache(progress) as cache:
             if not in_cache(asset):  # another process may have made it while we waited
@@ -85,7 +89,7 @@ def local_source(
     return str(get_asset(find_asset(source, field, kind).name, progress))
 
 
-def _folder(asset: Asset) -> Path:
+def asset_folder(asset: Asset) -> Path:
     return cache_folder() / "assets" / asset.name
 
 

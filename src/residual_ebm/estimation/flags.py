@@ -36,7 +36,8 @@ def flags(joint: JointPerplexity, base: float) -> list[str]:
         )
     if joint.effective_sample_size < _FEW_EFFECTIVE * last.num_samples:
         found.append(
-            f"few effective samples: {joint.effective_sample_size:.0f} of {last.num_samples}"
+            f"few effective samples: {joint.effective_sample_size:.0f} of {last.num_samples}; draw"
+            " more proposals or scale the energy down"
         )
     if joint.share_outweighed > _MANY:
         found.append(

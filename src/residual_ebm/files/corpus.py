@@ -9,6 +9,7 @@ split, not windows, which are not independent within a document; so each documen
 stable and its own. A folder or a dataset of the hub may come with its own split.
 """
 
+import hashlib
 import math
 import os
 from collections.abc import Iterable, Iterator, Mapping
@@ -18,7 +19,13 @@ from typing import NamedTuple
 from residual_ebm.errors import UserError
 from residual_ebm.files.grammar import generate_documents
 from residual_ebm.files.hub import datasets_from_cache_if_need_be
-from residual_ebm.files.text_files import NotTextError, missing_column, read_texts, row_text
+from residual_ebm.files.text_files import (
+    NotTextError,
+    is_table,
+    missing_column,
+    read_texts,
+    row_text,
+)
 from residual_ebm.randomness import generator
 
 _MAX_NOTES_SHOWN = 3
@@ -133,8 +140,8 @@ def split_documents(
     assert abs(sum(fractions.values()) - 1) < 1e-6, fractions
     wanted = [name for name, fraction in fractions.items() if fraction > 0]
     if num_documents < len(wanted):
-        remedy = f"too few for a split by document into {', '.join(wanted)}; add documents, "
-        remedy += "for example by cutting a long file into several"
+        remedy = f"too few for a split by document into {', '.join(wanted)}; add documents, or cut"
+        remedy += " a long file into several: split -n l/50 FILE FOLDER/part-"
         raise UserError("corpus.path", f"{num_documents} document(s)", remedy)
 
     total = sum(fractions.values())  # 1 but for rounding
@@ -216,20 +223,49 @@ def _from_disk(path: str, text_column: str, notes: list[str]) -> Iterator[tuple[
         raise _no_such_path(path)
 
 
+def check_exists(path: str) -> None:
+    """Refuse a file or folder that is not there; everything else shows when it is read."""
+    if not _is_elsewhere(path) and not os.path.exists(os.path.expanduser(path)):
+        raise _no_such_path(path)
+
+
+def corpus_fingerprint(path: str) -> str | None:
+    """Changes when files on disk come, go or change their size; None for what lies elsewhere."""
+    root = Path(os.path.expanduser(path))
+    if _is_elsewhere(path) or not root.exists():
+        return None
+    files = _files_below(root) if root.is_dir() else [root]
+    sizes = [f"{_printable(str(file.relative_to(root)))} {file.stat().st_size}" for file in files]
+    return hashlib.sha256("\n".join(sizes).encode()).hexdigest()
+
+
+def _is_elsewhere(path: str) -> bool:
+    return path.startswith(("asset:", "hf:", "grammar:"))
+
+
 def _no_such_path(path: str) -> UserError:
-    places = "a text file, a folder, asset:NAME, hf:OWNER/NAME or grammar:small"
+    places = "a folder, a text file, asset:NAME, hf:OWNER/NAME or grammar:small"
     return UserError("corpus.path", path, f"no such file or folder; name {places}")
 
 
 def _from_files(
     root: Path, files: Iterable[Path], text_column: str, notes: list[str]
 ) -> Iterator[tuple[str, str]]:
+    files = list(files)
+    # Beside texts a table is often about them, not of them.
+    tables_may_fail = not all(is_table(file) for file in files)
     for file in files:
         name = _printable(file.relative_to(root).as_posix())
+        may_fail = tables_may_fail and is_table(file)
         try:
-            yield from _from_file(file, name, text_column, notes)
+            texts: Iterable[tuple[str, str]] = _from_file(file, name, text_column, notes)
+            yield from list(texts) if may_fail else texts  # taken whole or not at all
         except NotTextError as error:
             notes.append(f"{name}: skipped, it {error}")
+        except UserError as error:
+            if not may_fail:
+                raise
+            notes.append(f"{name}: skipped, {error}")
 
 
 def _from_file(

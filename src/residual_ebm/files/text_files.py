@@ -50,6 +50,10 @@ def read_texts(path: Path, text_column: str) -> FileTexts:
     return FileTexts([(0, text)], note)
 
 
+def is_table(path: Path) -> bool:
+    return path.suffix.lower() in (".parquet", *_TABLES)
+
+
 def decode(data: bytes) -> tuple[str, str | None]:
     """Text of a file's bytes, and a note if they were not UTF-8."""
     if data.startswith((codecs.BOM_UTF16_LE, codecs.BOM_UTF16_BE)):
@@ -99,6 +103,8 @@ def missing_column(text_column: str, columns: Iterable[str], where: str) -> User
     nearest = difflib.get_close_matches(text_column, columns, n=1)
     if nearest:
         remedy += f"; did you mean {nearest[0]}?"
+    else:
+        remedy += "; name the one that holds the text"
     return UserError("corpus.text_column", text_column, remedy)
 
 

@@ -28,7 +28,7 @@ def print_plan(plan: dict[str, Any], console: Console) -> None:
     lines = [
         "Parameters with + are frozen beside those that learn. Memory: weights, gradients, Adam and"
         " activations of a whole batch on one device.",
-        f"In all {plan['flops']:.2g} FLOPs: {plan['device_hours']:,.0f} hours of one"
+        f"In all {plan['flops']:.2g} FLOPs: {_duration(plan['device_hours'])} of one"
         f" {plan['device']} at {plan['utilisation']:.0%} of its {plan['peak_flops'] / 1e12:.0f}"
         " TFLOP/s.",
         f"To be downloaded: {', '.join(plan['downloads']) or 'nothing'}.",
@@ -42,6 +42,10 @@ def _table(*headings: str) -> Table:
     for number, heading in enumerate(headings):
         table.add_column(heading, justify="right" if number else "left")
     return table
+
+
+def _duration(hours: float) -> str:
+    return f"{hours:,.0f} hours" if hours >= 2 else f"{60 * hours:.1f} minutes"
 
 
 def _millions(count: int) -> str:

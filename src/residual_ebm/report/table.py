@@ -51,6 +51,7 @@ def _add_exact(table: Table, name: str, row: dict[str, Any], parameters: str) ->
 
 def _caption(results: dict[str, Any]) -> str:
     counts = results["num_prefixes"]
+    bases = dict.fromkeys(row["language_model"] for row in results["joint_models"])
     return (
         f"Perplexity of the {results['block_length'] - results['prefix_length']} tokens after a"
         f" prefix of {results['prefix_length']} ({results['continuation']} continuations), on"
@@ -58,8 +59,10 @@ def _caption(results: dict[str, Any]) -> str:
         f" lower to upper bound from n = {results['num_samples']} proposals a prefix; x1.2 means"
         " that the energy is scaled by a factor fitted on validation. 95 %: bootstrap over"
         " documents, from the lower bound's 2.5 % to the upper bound's 97.5 %; minus base: the same"
-        " for the upper bound minus the base, paired. ESS: effective sample size of those n, mean"
-        " over prefixes."
+        f" for the upper bound minus the language model below it ({', '.join(bases)}), paired. ESS:"
+        " effective sample size of those n, mean over prefixes. k-hat: how heavy the tail of the"
+        " weights is; past its threshold a few proposals decide. log Z: 0 where the energy needs no"
+        " normalising."
     )
 
 
@@ -128,15 +131,21 @@ def _print_examples(results: dict[str, Any], console: Console) -> None:
             sample = example[role]
             label = role.replace("_", " ")
             console.print(
-                f"  {label:>14} (E {sample['energy']:+.2f}): {sample['text']}",
+                f"  {label:>14} (E {sample['energy']:+.2f}): {one_line(sample['text'])}",
                 markup=False,
                 highlight=False,
             )
 
 
+def one_line(text: str) -> str:
+    """Paragraphs one after the other: a line break in a sample is not one of the page's."""
+    paragraphs = (" ".join(line.split()) for line in text.split("\n"))
+    return " ¶ ".join(paragraph for paragraph in paragraphs if paragraph)
+
+
 def _tail(text: str) -> str:
     """The end of a prefix is what a continuation follows; results.json has all of it."""
-    words = " ".join(text.split())
+    words = one_line(text)
     if len(words) <= _SHOWN_OF_A_PREFIX:
         return words
     return "... " + words[-_SHOWN_OF_A_PREFIX:].partition(" ")[2]

@@ -10,7 +10,7 @@ from residual_ebm.files.run_directory import RunDirectory
 from residual_ebm.files.storage import is_complete
 from residual_ebm.progress import QUIET, Progress
 
-SENTENCE = "Fetching {name}: the network is needed this once"
+SENTENCE = "Fetching {summary}: the network is needed this once"
 
 
 def fetch_assets(recipe: Recipe, run_dir: RunDirectory, progress: Progress = QUIET) -> None:
@@ -20,7 +20,7 @@ def fetch_assets(recipe: Recipe, run_dir: RunDirectory, progress: Progress = QUI
     ]
     for asset in named:
         if not in_cache(asset):
-            progress.stage(SENTENCE.format(name=asset.name))
+            progress.stage(SENTENCE.format(summary=asset.summary))
         get_asset(asset.name, progress)
 
 

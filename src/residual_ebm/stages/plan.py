@@ -26,6 +26,7 @@ from residual_ebm.config import (
     TrainingConfig,
 )
 from residual_ebm.errors import UserError
+from residual_ebm.files.corpus import check_exists
 from residual_ebm.models.energy_networks import HeadEnergy
 from residual_ebm.models.loading import load_config, load_tokenizer
 from residual_ebm.stages.learning_rates import num_steps
@@ -53,6 +54,9 @@ class _Network:
 
 def plan(recipe: Recipe) -> dict[str, Any]:
     """Every network of a recipe with its costs, what sampling and scoring take, and downloads."""
+    check_exists(recipe.corpus.path)
+    if recipe.corpus.path.startswith(SCHEME):
+        find_asset(recipe.corpus.path, "corpus.path", "corpus")
     return _Planner(recipe).plan()
 
 

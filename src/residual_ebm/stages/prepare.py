@@ -10,10 +10,16 @@ from residual_ebm.assets.resolve import local_source
 from residual_ebm.config import GIVEN, SCRATCH, Recipe
 from residual_ebm.errors import UserError
 from residual_ebm.files.blocks import Blocks, cut_blocks, write_blocks, write_documents
-from residual_ebm.files.corpus import read_documents, read_given_splits, split_documents
+from residual_ebm.files.corpus import (
+    check_exists,
+    corpus_fingerprint,
+    read_documents,
+    read_given_splits,
+    split_documents,
+)
 from residual_ebm.files.grammar import build_grammar
 from residual_ebm.files.run_directory import RunDirectory
-from residual_ebm.files.storage import is_complete, new_folder
+from residual_ebm.files.storage import MANIFEST, is_complete, new_folder, read_json
 from residual_ebm.files.tokenizers import train_tokenizer
 from residual_ebm.models.language_model import end_of_text_id
 from residual_ebm.models.loading import load_tokenizer
@@ -21,10 +27,28 @@ from residual_ebm.progress import QUIET, Progress
 from residual_ebm.randomness import derive_seed
 
 SENTENCE = "Reading the corpus and cutting it into blocks"
+_CORPUS = "corpus"
 _SPLITS_WITH_FLOOR = ("validation", "test")  # the splits whose perplexity has a known floor
 
 
+def check_corpus(recipe: Recipe, run_dir: RunDirectory) -> None:
+    """Refuse a corpus that is not there, or is another than the run was made of."""
+    if not is_complete(run_dir.blocks):
+        check_exists(recipe.corpus.path)
+        return
+    manifest = read_json(run_dir.blocks / MANIFEST)
+    before, now = manifest.get(_CORPUS), corpus_fingerprint(recipe.corpus.path)
+    # A finished run needs its corpus no more; it may have been moved or deleted since.
+    if None not in (before, now) and before != now:
+        raise UserError(
+            "corpus.path",
+            recipe.corpus.path,
+            f"has changed since {run_dir.path} was made of it; name a new --out for the new text",
+        )
+
+
 def run(recipe: Recipe, run_dir: RunDirectory, progress: Progress = QUIET) -> None:
+    check_corpus(recipe, run_dir)
     if is_complete(run_dir.blocks):
         return
     progress.stage(SENTENCE)
@@ -35,7 +59,8 @@ def run(recipe: Recipe, run_dir: RunDirectory, progress: Progress = QUIET) -> No
     end_of_text = end_of_text_id(tokenizer)
     num_documents = sum(len(split_texts) for split_texts in texts.values())
 
-    with new_folder(run_dir.blocks, {"documents": num_documents}) as folder:
+    info = {"documents": num_documents, _CORPUS: corpus_fingerprint(recipe.corpus.path)}
+    with new_folder(run_dir.blocks, info) as folder:
         tokenizer.save_pretrained(folder / "tokenizer")
         for split, split_texts in texts.items():
             documents = tokenizer(split_texts, add_special_tokens=False)["input_ids"]
