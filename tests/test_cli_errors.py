@@ -68,7 +68,8 @@ def assert_nothing_half_written(folder: Path) -> None:
     [
         ("proposals.num_sample=64", "proposals.num_sample", 64, "did you mean num_samples?"),
         ("sede=1", "sede", 1, "did you mean seed?"),
-        ("energies.unit.trainig.steps=1", "energies.0.trainig", "", "did you mean training?"),
+        ("energies.unit.trainig.steps=1", "energies.unit.trainig", "", "did you mean training?"),
+        ("corpus=my_texts/", "corpus", "my_texts/", "is a section with keys of its own"),
         ("seed=one", "seed", "one", "valid integer"),
         ("threads=1.5", "threads", 1.5, "valid integer"),
         ("proposals.num_samples=1", "proposals.num_samples", 1, "greater than or equal to 8"),
@@ -83,10 +84,15 @@ def assert_nothing_half_written(folder: Path) -> None:
         ("corpus.split={train: 1}", "corpus.split.validation", "(missing)", "required"),
         ("name=a/b", "name", "a/b", "names a folder"),
         ("energies.bit.source=encoder:big", "energies.bit.source", "big", "which has encoder"),
-        ("energies.unit.source=encoder:encoder", "energies.0.source", "encoder", "lm:NAME"),
+        ("energies.unit.source=encoder:encoder", "energies.unit.source", "encoder", "lm:NAME"),
         ("energies.heat.language_model=top", "energies.heat.language_model", "top", "has base"),
         ("energies.bit.name=unit", "energies", "unit", "rename one"),
-        ("language_models.base.training=null", "language_models.0.training", "missing", "add it"),
+        (
+            "language_models.base.training=null",
+            "language_models.base.training",
+            "missing",
+            "add it",
+        ),
         ("seed", "--set", "seed", "key.path=value"),
         ("=1", "--set", "=1", "key.path=value"),
         ("energies.best.kind=unit", "--set", "energies.best.kind", "it has unit, bit, heat"),
@@ -141,7 +147,7 @@ def test_a_wrong_type_in_a_users_recipe_names_its_place(rebm: Rebm, tmp_path: Pa
     text = load_recipe("tiny").to_yaml().replace("batch_size: 32", "batch_size: many", 1)
     file.write_text(text)
     answer = rebm("run", file, "--out", tmp_path / "run")
-    assert_fault(answer, "language_models.0.training.batch_size", "many", "valid integer")
+    assert_fault(answer, "language_models.base.training.batch_size", "many", "valid integer")
 
 
 def test_a_recipe_file_that_is_not_there_or_not_text(rebm: Rebm, tmp_path: Path) -> None:

@@ -181,14 +181,14 @@ def test_two_models_of_one_name_are_refused(tiny: Recipe, kind: str) -> None:
 @pytest.mark.parametrize(
     ("overrides", "field"),
     [
-        (["energies.heat.source=lm:base"], "energies.2.source"),
-        (["energies.unit.source=null"], "energies.0.source"),
-        (["energies.unit.head={num_heads: 2}"], "energies.0.head"),
-        (["language_models.base.source=gpt2"], "language_models.0.architecture"),
-        (["language_models.base.architecture=null"], "language_models.0.architecture"),
+        (["energies.heat.source=lm:base"], "energies.heat.source"),
+        (["energies.unit.source=null"], "energies.unit.source"),
+        (["energies.unit.head={num_heads: 2}"], "energies.unit.head"),
+        (["language_models.base.source=gpt2"], "language_models.base.architecture"),
+        (["language_models.base.architecture=null"], "language_models.base.architecture"),
         (["language_models=[]"], "language_models"),
         (["corpus.split.validation=0", "corpus.split.train=0.8"], "corpus.split.validation"),
-        (["energies.bit.training.adam_betas=[0.9]"], "energies.1.training.adam_betas.1"),
+        (["energies.bit.training.adam_betas=[0.9]"], "energies.bit.training.adam_betas.1"),
     ],
 )
 def test_sections_that_do_not_fit_together_are_refused(overrides: list[str], field: str) -> None:

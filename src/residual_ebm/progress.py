@@ -4,6 +4,7 @@ Stages know only `Progress`; the command line hands them the one that draws. On 
 rich bar; in a file or a pipe it is a line now and then, so that a log stays readable.
 """
 
+import collections
 import sys
 import time
 from collections.abc import Iterator
@@ -23,6 +24,7 @@ from rich.progress import (
 
 _SECONDS_BETWEEN_LINES = 10.0
 _SECONDS_WORTH_A_LINE = 3.0
+_LINES_TO_GO_BY = 6
 
 
 class Bar:
@@ -95,8 +97,10 @@ class _DrawnBar(Bar):
 
 class _LineBar(Bar):
     def __init__(self, label: str, total: int, done: int) -> None:
-        self._label, self._total, self._done, self._before = label, total, done, done
+        self._label, self._total, self._done = label, total, done
         self._start = self._last = time.monotonic()
+        # The time left goes by the last lines: the first (compiling) says little of the rest.
+        self._seen = collections.deque([(self._start, done)], maxlen=_LINES_TO_GO_BY)
 
     def advance(self, amount: int = 1, note: str = "") -> None:
         self._done += amount
@@ -105,7 +109,9 @@ class _LineBar(Bar):
         if now - self._last < _SECONDS_BETWEEN_LINES and not finished:
             return
         self._last = now
-        rate = (self._done - self._before) / max(now - self._start, 1e-9)
+        then, before = self._seen[0]
+        self._seen.append((now, self._done))
+        rate = (self._done - before) / max(now - then, 1e-9)
         left = (self._total - self._done) / rate if rate else 0.0
         print(
             f"  {self._label}: {self._done}/{self._total}, {now - self._start:.0f} s,"

@@ -104,7 +104,22 @@ def check_recipe(tree: dict[str, Any]) -> Recipe:
         remedy = first["msg"][:1].lower() + first["msg"][1:]
         if first["type"] == "missing":
             remedy = "required; add it to the recipe"
-        raise UserError(".".join(map(str, place)) or "recipe", value, remedy) from None
+        elif first["type"] == "model_type":
+            remedy = "is a section with keys of its own; set one of those"
+        raise UserError(_named_place(tree, place) or "recipe", value, remedy) from None
+
+
+def _named_place(tree: Any, place: Sequence[str | int]) -> str:
+    """Items of a list by their name, as a person would write it."""
+    keys = []
+    for key in place:
+        try:
+            tree = tree[key]
+        except (KeyError, IndexError, TypeError):
+            tree = None
+        name = tree.get("name") if isinstance(key, int) and isinstance(tree, dict) else None
+        keys.append(name if isinstance(name, str) else str(key))
+    return ".".join(keys)
 
 
 def _value_at(tree: Any, place: Sequence[str | int]) -> Any:

@@ -87,6 +87,7 @@ _ALL = (
             ),
         ),
         content="articles",
+        version=2,
     ),
     Asset(
         name="enwik8",

@@ -131,10 +131,13 @@ def _detokenise_line(line: str) -> str:
     pieces: list[str] = []
     glued = True  # to what stands before
     open_quotes: set[str] = set()
+    measures = _measures(tokens)
     for place, token in enumerate(tokens):
         before = tokens[place - 1] if place else ""
         after = tokens[place + 1] if place + 1 < len(tokens) else ""
-        if token == "'":
+        if place in measures:
+            left, right = True, token == "'"
+        elif token == "'":
             left, right = _apostrophe_joins(before, after, tokens[place + 1 :], open_quotes)
         elif token == '"':
             left, right = token in open_quotes, token not in open_quotes
@@ -146,6 +149,26 @@ def _detokenise_line(line: str) -> str:
         pieces.append(_JOINED.get(token, token))
         glued = right
     return "".join(pieces)
+
+
+def _measures(tokens: list[str]) -> set[int]:
+    """Places of marks that are feet and inches: 5 ' 11 ", and a 12 " single where an odd number of
+    quotation marks would leave one open."""
+    after_number = {
+        place
+        for place, token in enumerate(tokens)
+        if token in ("'", '"') and place and tokens[place - 1].isdigit()
+    }
+    feet = {
+        place
+        for place in after_number
+        if tokens[place] == "'" and place + 2 in after_number and tokens[place + 2] == '"'
+    }
+    measures = feet | {place + 2 for place in feet}
+    quotes = [place for place, token in enumerate(tokens) if token == '"' and place not in measures]
+    if len(quotes) % 2:
+        measures |= set(sorted(after_number.intersection(quotes))[:1])
+    return measures
 
 
 def _token_joins(token: str, before: str, after: str) -> tuple[bool, bool]:
