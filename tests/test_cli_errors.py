@@ -392,6 +392,15 @@ def test_a_mended_recipe_goes_on_where_nothing_was_made_yet(
     assert code == 0, err
 
 
+def test_fewer_threads_than_the_recipe_wants_are_told(
+    rebm: Rebm, tmp_path: Path, set_options: list[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("OMP_THREAD_LIMIT", "2")
+    arguments = [*set_options, "--out", str(tmp_path / "run"), "--set", "threads=3"]
+    assert rebm("prepare", "tiny", *arguments)[0] == 0
+    assert_fault(rebm("train-lm", "tiny", *arguments), "threads", 3, "OMP_THREAD_LIMIT is 2")
+
+
 def test_text_that_changed_since_the_run_is_told(
     rebm: Rebm, tmp_path: Path, set_options: list[str]
 ) -> None:

@@ -1,6 +1,7 @@
 """Where, in which numeric type and with which attention the networks run."""
 
 import itertools
+import os
 from collections.abc import Iterator
 from contextlib import contextmanager
 
@@ -35,6 +36,14 @@ def resolve_device(device: str) -> torch.device:
 
 def use_recipe_threads(recipe: Recipe) -> None:
     """The number of threads decides how sums are split, so the recipe fixes it."""
+    limit = os.environ.get("OMP_THREAD_LIMIT", "")
+    if limit.isdigit() and int(limit) < recipe.threads:
+        # Torch splits work among the threads it asked for; what the missing ones had is garbage.
+        raise UserError(
+            "threads",
+            recipe.threads,
+            f"OMP_THREAD_LIMIT is {limit}, so results would be wrong; unset it, or set threads to it",
+        )
     torch.set_num_threads(recipe.threads)
 
 
