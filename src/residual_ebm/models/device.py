@@ -42,7 +42,7 @@ def use_recipe_threads(recipe: Recipe) -> None:
         raise UserError(
             "threads",
             recipe.threads,
-            f"OMP_THREAD_LIMIT is {limit}, so results would be wrong; unset it, or set threads to it",
+            f"OMP_THREAD_LIMIT is {limit}, so results would be wrong; unset it or lower threads",
         )
     torch.set_num_threads(recipe.threads)
 
