@@ -17,9 +17,12 @@ def test_either_signal_stops_and_then_means_again_what_it_meant(asked: signal.Si
 
 
 def test_what_is_ignored_stays_ignored() -> None:
+    asked: list[int] = []
     before = signal.signal(signal.SIGTERM, signal.SIG_IGN)
     try:
-        with when_asked_to_stop(stop_now):
+        with when_asked_to_stop(lambda *_: asked.append(1)):
             os.kill(os.getpid(), signal.SIGTERM)
+        assert not asked
+        assert signal.getsignal(signal.SIGTERM) == signal.SIG_IGN
     finally:
         signal.signal(signal.SIGTERM, before)
