@@ -76,14 +76,17 @@ class _Layer:
 
     def __init__(self, prefix: DynamicLayer, num_tokens: int) -> None:
         self._prefix = (prefix.keys, prefix.values)
+        self.num_prefixes = len(prefix.keys)
         self._room = num_tokens
         self._filled = 0
         self._buffers: list[Tensor] = []
 
-    def prefix_for(self, num_heads: int) -> tuple[Tensor, ...]:
-        """The prefix's keys and values (G, H, P, D), repeated once for heads that share them."""
+    def prefix_for(self, num_heads: int, num_queries: int) -> tuple[Tensor, ...]:
+        """The prefix's keys and values, (G, K, P, D), or (G, H, P, D) where a prefix has more
+        queries than tokens: repeating it once for heads that share it then costs less than moving
+        the queries at every step."""
         repeats = num_heads // self._prefix[0].shape[1]
-        if repeats > 1:
+        if repeats > 1 and num_queries > self._prefix[0].shape[2]:
             self._prefix = tuple(
                 states.repeat_interleave(repeats, dim=1) for states in self._prefix
             )
@@ -194,17 +197,9 @@ def _attend_after_prefix(
     """Attention of new tokens (N, H, L, D) to prefix and own tokens, as (N, L, H, D)."""
     kept = _layers.get()[layer]
     num_rows, num_heads, num_new, size = query.shape
-    keys_GHPD, values_GHPD = kept.prefix_for(num_heads)
-    groups, kv_heads = len(keys_GHPD), key.shape[1]
+    kv_heads = key.shape[1]
     repeats = num_heads // kv_heads
-
-    # Rows of a prefix and new tokens are all just queries to the prefix. With one new token, no
-    # number is moved: a transposed view goes in, and what comes out lies row after row in memory.
-    query_GHMD = query.transpose(1, 2).reshape(groups, -1, num_heads, size).transpose(1, 2)
-    out_GHMD, lse_GHM = _attention(query_GHMD, keys_GHPD, values_GHPD, scale, is_causal=False)
-    by_row = (num_rows, num_new, num_heads)
-    prefix_out = out_GHMD.transpose(1, 2).reshape(*by_row, size).transpose(1, 2)
-    prefix_lse = lse_GHM.transpose(1, 2).reshape(by_row).transpose(1, 2)
+    prefix_out, prefix_lse = _attend_to_prefix(query, kept, scale)
 
     if num_new == 1:  # heads that share keys are queries again, with nothing to mask
         own_shape = (num_rows, kv_heads, repeats, size)
@@ -225,6 +220,25 @@ def _attend_after_prefix(
     own_out, own_lse = _attention(query, key, value, scale, is_causal=True)
     out_NHLD = _merge(prefix_out, prefix_lse, own_out, own_lse)
     return out_NHLD.transpose(1, 2).contiguous()
+
+
+def _attend_to_prefix(query_NHLD: Tensor, kept: _Layer, scale: float) -> tuple[Tensor, Tensor]:
+    """Rows of a prefix, their new tokens and heads that share keys are all just queries to it."""
+    num_rows, num_heads, num_new, size = query_NHLD.shape
+    keys, values = kept.prefix_for(num_heads, num_new * num_rows // kept.num_prefixes)
+    groups, key_heads = keys.shape[:2]
+    # Where every head has its keys and there is one new token, no number is moved: a transposed
+    # view goes in, and what comes out lies row after row in memory.
+    query_GMKD = (
+        query_NHLD.view(num_rows, key_heads, -1, num_new, size)
+        .permute(0, 2, 3, 1, 4)
+        .reshape(groups, -1, key_heads, size)
+    )
+    out_GKMD, lse_GKM = _attention(query_GMKD.transpose(1, 2), keys, values, scale, is_causal=False)
+    by_row = (num_rows, num_heads // key_heads, num_new, key_heads)
+    out_NKRLD = out_GKMD.transpose(1, 2).reshape(*by_row, size).permute(0, 3, 1, 2, 4)
+    lse_NKRL = lse_GKM.transpose(1, 2).reshape(by_row).permute(0, 3, 1, 2)
+    return out_NKRLD.reshape(query_NHLD.shape), lse_NKRL.reshape(query_NHLD.shape[:-1])
 
 
 @_attend_after_prefix.register_fake
