@@ -14,7 +14,7 @@ from torch._dynamo.exc import TorchDynamoException
 from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
 
 from residual_ebm.models import compiled, shared_prefix, vocabulary
-from residual_ebm.models.compiled import compiled_instead_of
+from residual_ebm.models.compiled import compiled_instead_of, compiled_training
 from residual_ebm.models.decoding import Decoded, decode
 from residual_ebm.randomness import uniform
 
@@ -210,3 +210,62 @@ def test_compiled_layers_decode_what_plain_ones_do(
     assert torch.equal(fused.ids_NC, plain.ids_NC)
     torch.testing.assert_close(fused.log_prob_NC, plain.log_prob_NC, rtol=1e-4, atol=1e-4)
     assert not any("forward" in vars(module) for module in model.modules())
+
+
+def _learnt(model: PreTrainedModel, ids_BT: Tensor) -> tuple[Tensor, dict[str, Tensor]]:
+    """The loss of a batch and the gradient of every weight."""
+    loss: Tensor = model(ids_BT, labels=ids_BT).loss
+    loss.backward()
+    gradients = {
+        name: weight.grad.clone()
+        for name, weight in model.named_parameters()
+        if weight.grad is not None
+    }
+    model.zero_grad()
+    return loss.detach(), gradients
+
+
+@pytest.mark.parametrize("model_type", ["llama", "gpt_neox"])
+@pytest.mark.usefixtures("nothing_broken")
+def test_compiled_layers_learn_what_plain_ones_do(
+    monkeypatch: pytest.MonkeyPatch, model_type: str
+) -> None:
+    model = random_model(model_type).train()
+    ids_BT = torch.randint(0, 7, (3, 9), generator=torch.Generator().manual_seed(0))
+    expected, gradients = _learnt(model, ids_BT)
+    monkeypatch.setattr(compiled, "_FROM_TRAINED", 1)
+    torch._dynamo.utils.counters.clear()
+    with compiled_training(model, num_tokens=1):
+        loss, fused = _learnt(model, ids_BT)
+        graphs = torch._dynamo.utils.counters["stats"]["unique_graphs"]
+        with torch.no_grad():
+            model(ids_BT)
+        # Layers with number 0, with 1, and all others.
+        assert 1 <= graphs <= 3
+        assert torch._dynamo.utils.counters["stats"]["unique_graphs"] == graphs, "validation is not"
+    assert not compiled._broken
+    assert not any("forward" in vars(module) for module in model.modules())
+    torch.testing.assert_close(loss, expected, rtol=1e-5, atol=1e-5)
+    assert fused.keys() == gradients.keys()
+    for name, gradient in gradients.items():
+        torch.testing.assert_close(fused[name], gradient, rtol=1e-3, atol=1e-4)
+
+
+@pytest.mark.parametrize(
+    ("changes", "num_tokens", "expected"),
+    [({}, 10**11, True), ({}, 10**3, False), ({"attention_dropout": 0.1}, 10**11, False)],
+    ids=str,
+)
+def test_which_trainings_are_compiled(
+    changes: dict[str, float], num_tokens: int, expected: bool
+) -> None:
+    model = random_model("llama")
+    for layer in model.model.layers:
+        vars(layer.self_attn).update(changes)
+    with compiled_training(model, num_tokens):
+        assert all(("forward" in vars(layer)) == expected for layer in model.model.layers)
+
+
+def test_a_network_of_no_model_trains_as_it_is() -> None:
+    with compiled_training(torch.nn.Linear(2, 1), 10**15):
+        pass

@@ -8,6 +8,7 @@ Shapes: B blocks, T tokens of a block, N continuations.
 
 import json
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -18,7 +19,13 @@ from transformers import PreTrainedTokenizerFast
 from residual_ebm.config import ContinuationMode
 from residual_ebm.errors import UserError
 from residual_ebm.models.energy import EnergyModel
-from residual_ebm.models.energy_inputs import TextBridge, decode_blocks, same_vocabulary
+from residual_ebm.models.energy_inputs import (
+    TextBridge,
+    TextInputs,
+    block_mask,
+    decode_blocks,
+    same_vocabulary,
+)
 from residual_ebm.models.energy_networks import TransformerEnergy, masked_mean
 from residual_ebm.models.language_model import LanguageModel
 from residual_ebm.models.loading import load_tokenizer
@@ -375,3 +382,53 @@ def test_a_block_without_a_prefix_is_refused_by_heat(length: int) -> None:
     assert length <= toys.NUM_NEW
     with pytest.raises(UserError, match="prefix"):
         energy_model("heat").energy(torch.full((1, length), 3))
+
+
+@pytest.mark.parametrize("attention", ["eager", "sdpa"])
+@pytest.mark.parametrize("model_type", ["llama", "gpt2", "gpt_neox", "qwen3"])
+def test_a_prefix_read_once_gives_the_same_energies_and_gradients(
+    model_type: str, attention: str
+) -> None:
+    backbone = toys.causal_model(model_type).base_model
+    backbone.set_attn_implementation(attention)
+    network = TransformerEnergy(backbone)
+    torch.nn.init.normal_(network.scalar.weight)
+    draw = torch.Generator().manual_seed(0)
+    prefix_GP = torch.randint(0, 7, (2, 4), generator=draw)
+    own_BC = torch.randint(0, 7, (6, 3), generator=draw)
+    ids_BL = torch.cat([prefix_GP.repeat_interleave(3, 0), own_BC], dim=1)
+    inputs = TextInputs(ids_BL, block_mask(ids_BL, torch.tensor([7, 5, 6, 7, 7, 5])))
+    weight_B = torch.randn(6, generator=draw)
+
+    def learnt(energy_B: Tensor) -> list[Tensor]:
+        (energy_B * weight_B).sum().backward()
+        gradients = [
+            weight.grad.clone() for weight in network.parameters() if weight.grad is not None
+        ]
+        network.zero_grad()
+        return [energy_B.detach(), *gradients]
+
+    plain, packed = learnt(network(inputs)), learnt(network.of_packed(inputs, 4, 3))
+    assert len(packed) == len(plain) > 5
+    for one, other in zip(packed, plain, strict=True):
+        torch.testing.assert_close(one, other, rtol=1e-4, atol=1e-4)
+
+
+@pytest.mark.parametrize(("name", "calls"), [("unit", ["of_packed"]), ("bit", [])])
+def test_only_a_causal_network_reads_a_prefix_once(
+    monkeypatch: pytest.MonkeyPatch, name: str, calls: list[str]
+) -> None:
+    ids_NT, length_N = all_blocks()
+    energy = energy_model(name)
+    seen: list[str] = []
+    of_packed = TransformerEnergy.of_packed
+
+    def noting(*arguments: Any) -> Tensor:
+        seen.append("of_packed")
+        return of_packed(*arguments)
+
+    monkeypatch.setattr(TransformerEnergy, "of_packed", noting)
+    rows = slice(0, 12)
+    shared = energy(ids_NT[rows], length_N[rows], blocks_per_prefix=4)
+    assert seen == calls
+    torch.testing.assert_close(shared, energy(ids_NT[rows], length_N[rows]), rtol=1e-4, atol=1e-4)

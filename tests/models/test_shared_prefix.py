@@ -7,9 +7,9 @@ import pytest
 import torch
 import toys
 from torch import Tensor
-from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
+from transformers import AutoConfig, AutoModelForCausalLM, DynamicCache, PreTrainedModel
 
-from residual_ebm.models.shared_prefix import can_share_prefix, forward_after_prefix
+from residual_ebm.models.shared_prefix import AfterPrefix, can_share_prefix, forward_after_prefix
 
 SHARING = ("llama", "gpt2", "gpt_neox", "qwen3", "qwen2", "gemma")
 NOT_SHARING = ("gemma3_text", "mistral")
@@ -82,3 +82,15 @@ def test_a_failure_leaves_the_model_as_it_was() -> None:
     with pytest.raises(IndexError):
         forward_after_prefix(model, torch.tensor([[1, 2, 99]]), 2)
     assert model.config._attn_implementation == before
+
+
+@pytest.mark.parametrize(("num_queries", "heads"), [(6, 1), (7, 2)])
+@torch.inference_mode()
+def test_keys_are_repeated_for_heads_only_where_queries_are_many(
+    num_queries: int, heads: int
+) -> None:
+    """Many prefixes with few samples each would otherwise hold every key several times."""
+    cache = DynamicCache()
+    model_of("qwen3")(rows([1, 1, 1], 6, 0), past_key_values=cache)
+    keys, values = AfterPrefix(cache, 1).own[0].prefix_for(2, num_queries)
+    assert keys.shape == values.shape == (3, heads, 6, 8)

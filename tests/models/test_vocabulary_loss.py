@@ -4,10 +4,19 @@ import pytest
 import torch
 import toys
 from torch import Tensor
-from transformers import AutoModelForCausalLM, Gemma2Config, GraniteConfig, PretrainedConfig
+from transformers import (
+    AutoConfig,
+    AutoModelForCausalLM,
+    AutoModelForMaskedLM,
+    Gemma2Config,
+    GraniteConfig,
+    PretrainedConfig,
+)
 
-from residual_ebm.models import vocabulary_loss
-from residual_ebm.models.vocabulary_loss import next_token_loss
+from residual_ebm.models import compiled, vocabulary_loss
+from residual_ebm.models.both_ways import make_bidirectional
+from residual_ebm.models.masking import IGNORED
+from residual_ebm.models.vocabulary_loss import masked_token_loss, next_token_loss
 
 
 @pytest.mark.parametrize("model_type", ["llama", "gpt2", "gpt_neox", "gemma3_text"])
@@ -78,3 +87,54 @@ def test_nothing_is_kept_without_gradients(monkeypatch: pytest.MonkeyPatch) -> N
     assert not made, "the gradient of the vocabulary layer was computed"
     next_token_loss(model, ids_BT)
     assert made
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+def test_the_compiled_slope_is_that_of_the_plain_way(dtype: torch.dtype) -> None:
+    draw = torch.Generator().manual_seed(0)
+    logits_RV = (3 * torch.randn(300, 2**14, generator=draw)).to(dtype)
+    target_R = torch.randint(0, 2**14, (300,), generator=draw)
+    share = torch.tensor(1 / 300)
+    fused_loss, fused = vocabulary_loss._loss_and_slope(logits_RV, target_R, share)
+    assert not compiled._broken
+    plain_loss, plain = vocabulary_loss._loss_and_slope_plain(logits_RV, target_R, share)
+    torch.testing.assert_close(fused_loss, plain_loss, rtol=1e-5, atol=1e-5)
+    assert fused.dtype == plain.dtype == dtype
+    torch.testing.assert_close(fused, plain, rtol=1e-2, atol=1e-8)
+    exact = logits_RV.double().requires_grad_()
+    torch.nn.functional.cross_entropy(exact, target_R).backward()
+    assert exact.grad is not None
+    torch.testing.assert_close(fused.double(), exact.grad, rtol=1e-2, atol=1e-8)
+
+
+@pytest.mark.parametrize("kind", ["bert", "modernbert", "llama"])
+def test_hidden_tokens_alone_give_the_loss_of_all_logits(kind: str) -> None:
+    torch.manual_seed(0)
+    if kind == "llama":
+        model = toys.causal_model("llama")
+        assert make_bidirectional(model)
+    else:
+        sizes = {"vocab_size": 7, "hidden_size": 16, "intermediate_size": 16, "pad_token_id": 0}
+        config = AutoConfig.for_model(
+            kind, **sizes, num_hidden_layers=1, num_attention_heads=2, max_position_embeddings=32
+        )
+        model = toys.scale_up(AutoModelForMaskedLM.from_config(config, dtype=torch.float32), 4.0)
+    draw = torch.Generator().manual_seed(0)
+    ids_BL = torch.randint(1, 7, (3, 9), generator=draw)
+    mask_BL = torch.ones_like(ids_BL)
+    mask_BL[1, 6:] = 0
+    hidden_BL = (torch.rand(3, 9, generator=draw) < 0.4) & (mask_BL > 0)
+    target_BL = torch.where(hidden_BL, ids_BL, IGNORED)
+    logits = model(input_ids=ids_BL, attention_mask=mask_BL).logits
+    expected = torch.nn.functional.cross_entropy(logits.flatten(0, 1), target_BL.flatten())
+    expected.backward()
+    gradients = {name: p.grad.clone() for name, p in model.named_parameters() if p.grad is not None}
+    model.zero_grad()
+    loss = masked_token_loss(model, ids_BL, mask_BL, target_BL)
+    loss.backward()
+    torch.testing.assert_close(loss, expected, rtol=1e-5, atol=1e-6)
+    for name, gradient in gradients.items():
+        torch.testing.assert_close(
+            model.get_parameter(name).grad, gradient, rtol=1e-3, atol=1e-5, msg=name
+        )
+    model(input_ids=ids_BL, attention_mask=mask_BL)  # the hook is gone

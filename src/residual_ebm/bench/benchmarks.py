@@ -19,6 +19,7 @@ from residual_ebm.progress import QUIET, Progress
 _HERE = "residual_ebm.bench"
 OURS = "residual-ebm"
 PRODUCTS = "matrix products alone"
+_SLOWER_STEPS = 2  # a sweep goes no further after so many
 
 
 @dataclass(frozen=True)
@@ -79,16 +80,27 @@ def _spec(name: str, factory: str, **arguments: Any) -> Spec:
 
 
 def _sweep(
-    name: str, specs: Sequence[Spec], setting: Setting, progress: Progress
+    name: str, ladders: Sequence[Sequence[Spec]], setting: Setting, progress: Progress
 ) -> tuple[Spec, list[dict[str, Any]]]:
-    """The quickest of some specs, by one turn after warming up, and what all of them did."""
-    readings = []
-    for spec in specs:
-        readings += alternate(
-            [spec], 1, timeout=setting.timeout, label=f"{name}: {spec.name}", progress=progress
-        )
-    best = max(range(len(specs)), key=lambda number: readings[number].rate or 0.0)
-    return specs[best], [_row(reading) for reading in readings]
+    """The quickest of some specs, by one turn after warming up, and what those tried did.
+
+    A ladder is one setting in rising order; it is climbed until two steps in a row are slower than
+    the best of it so far.
+    """
+    tried: list[tuple[Spec, Reading]] = []
+    for ladder in ladders:
+        best, slower = 0.0, 0
+        for spec in ladder:
+            (reading,) = alternate(
+                [spec], 1, timeout=setting.timeout, label=f"{name}: {spec.name}", progress=progress
+            )
+            tried.append((spec, reading))
+            rate = reading.rate or 0.0
+            best, slower = max(best, rate), 0 if rate > best else slower + 1
+            if slower == _SLOWER_STEPS:
+                break
+    quickest, _ = max(tried, key=lambda pair: pair[1].rate or 0.0)
+    return quickest, [_row(reading) for _, reading in tried]
 
 
 def _row(reading: Reading) -> dict[str, Any]:
@@ -123,6 +135,12 @@ def _compare(
     }
 
 
+# Title, factory, and the option that says how weights are kept, with what is tried.
+_ENGINES = (
+    ("CTranslate2", "ctranslate2", "compute_type", ("bfloat16", "int8")),
+    ("llama.cpp", "llama_cpp", "weights", ("bf16", "q8_0")),
+    ("OpenVINO GenAI", "openvino", "weights", ("f16", "q8_0")),
+)
 _DRAWING = ("model", "text", "prefix_length", "num_tokens", "threads")
 
 
@@ -132,47 +150,44 @@ def _decode(setting: Setting, progress: Progress, top_k: int | None = None) -> d
     best, sweep = _sweep(
         "decode",
         [
-            _spec(
-                f"generate, batch {size}, {cache} cache",
-                "peers:generate",
-                **ours,
-                samples_per_prefix=size,
-                cache=cache,
-                compiled=False,
-            )
-            for size in setting.batch_sizes
-            for cache in ("dynamic", "static")
-        ]
-        + [
-            _spec(
-                f"generate, batch {size}, static cache, compiled",
-                "peers:generate",
-                **ours,
-                samples_per_prefix=size,
-                cache="static",
-                compiled=True,
-            )
-            for size in setting.compiled_sizes
+            [
+                _spec(
+                    f"generate, batch {size}, {cache} cache{', compiled' if compiled else ''}",
+                    "peers:generate",
+                    **ours,
+                    samples_per_prefix=size,
+                    cache=cache,
+                    compiled=compiled,
+                )
+                for size in (setting.compiled_sizes if compiled else setting.batch_sizes)
+            ]
+            for cache, compiled in (("dynamic", False), ("static", False), ("static", True))
         ],
         setting,
         progress,
     )
-    engine, engine_sweep = _sweep(
-        "decode",
-        [
-            _spec(
-                f"CTranslate2, batch {size}, {compute_type}",
-                "peers:ctranslate2",
-                **common,
-                samples_per_prefix=size,
-                compute_type=compute_type,
-            )
-            for size in setting.batch_sizes
-            for compute_type in ("bfloat16", "int8")
-        ],
-        setting,
-        progress,
-    )
+    bests = [best]
+    for title, factory, option, kinds in _ENGINES:
+        engine, swept = _sweep(
+            "decode",
+            [
+                [
+                    _spec(
+                        f"{title}, batch {size}, {kind}",
+                        f"engines:{factory}",
+                        **common,
+                        samples_per_prefix=size,
+                        **{option: kind},
+                    )
+                    for size in setting.batch_sizes
+                ]
+                for kind in kinds
+            ],
+            setting,
+            progress,
+        )
+        bests.append(engine)
+        sweep += swept
     return _compare(
         "decode",
         "tokens/s",
@@ -184,12 +199,11 @@ def _decode(setting: Setting, progress: Progress, top_k: int | None = None) -> d
                 **setting.take("model", "precision", "threads"),
                 num_rows=setting.num_samples,
             ),
-            best,
-            engine,
+            *bests,
         ],
         setting,
         progress,
-        sweep + engine_sweep,
+        sweep,
     )
 
 
@@ -203,15 +217,17 @@ def _negatives(setting: Setting, progress: Progress) -> dict[str, Any]:
     best, sweep = _sweep(
         "negatives",
         [
-            _spec(
-                f"generate, {size} prefixes at once",
-                "peers:generate",
-                **common,
-                num_prefixes=size,
-                cache="dynamic",
-                compiled=False,
-            )
-            for size in sizes
+            [
+                _spec(
+                    f"generate, {size} prefixes at once",
+                    "peers:generate",
+                    **common,
+                    num_prefixes=size,
+                    cache="dynamic",
+                    compiled=False,
+                )
+                for size in sizes
+            ]
         ],
         setting,
         progress,
@@ -227,15 +243,17 @@ def _score(setting: Setting, progress: Progress) -> dict[str, Any]:
         best, swept = _sweep(
             "score",
             [
-                _spec(
-                    f"classifier in {precision}, batch {size}",
-                    "peers:classify",
-                    **common,
-                    tokenizer=setting.model,
-                    precision=precision,
-                    batch_size=size,
-                )
-                for size in (8, 32, 128)
+                [
+                    _spec(
+                        f"classifier in {precision}, batch {size}",
+                        "peers:classify",
+                        **common,
+                        tokenizer=setting.model,
+                        precision=precision,
+                        batch_size=size,
+                    )
+                    for size in (8, 32, 128)
+                ]
             ],
             setting,
             progress,
@@ -299,22 +317,31 @@ def _evaluate(setting: Setting, progress: Progress) -> dict[str, Any]:
         )
 
     few, many = setting.few_samples, setting.many_samples
-    batch = min(256, few)
+    best, sweep = _sweep(
+        "evaluate",
+        [
+            # Its time is proportional to n, so one batch of it is enough to know its rate.
+            [
+                _spec(
+                    f"generate, then classifier, {size} at once",
+                    "peers:generate_then_classify",
+                    **common,
+                    encoder=setting.encoder,
+                    num_samples=size,
+                )
+                for size in setting.batch_sizes
+            ]
+        ],
+        setting,
+        progress,
+    )
     specs = [
         ours(f"{OURS}, n = {many}", many, setting.encoder),
         ours(f"{OURS}, n = {few}", few, setting.encoder),
         ours(f"{OURS} with HeaT, n = {few}", few, None),
-        # Its time is proportional to n, so a part of it is enough to know its rate.
-        _spec(
-            "generate, then classifier",
-            "peers:generate_then_classify",
-            **common,
-            encoder=setting.encoder,
-            num_samples=batch,
-            generate_batch=batch,
-        ),
+        best,
     ]
-    result = _compare("evaluate", "samples/s", specs, setting, progress)
+    result = _compare("evaluate", "samples/s", specs, setting, progress, sweep)
     seconds = {row["name"]: row["median_seconds"] for row in result["rows"]}
     longer, shorter = seconds[specs[0].name], seconds[specs[1].name]
     result["time_at_many_to_few"] = longer / shorter if longer and shorter else None

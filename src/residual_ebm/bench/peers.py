@@ -1,11 +1,9 @@
-"""What one would use instead: generate, a classifier and Trainer of transformers; other engines.
+"""What one would use instead: generate, a classifier and Trainer of transformers.
 
-CTranslate2 is an extra, `pip install residual-ebm[bench]`; not installed, it is listed with that
-reason. All of them profit from what importing our models does to a process (AMX, memory).
+All of them profit from what importing our models does to a process (AMX, memory).
 """
 
 import tempfile
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -134,7 +132,6 @@ def generate_then_classify(
     prefix_length: int,
     num_tokens: int,
     num_samples: int,
-    generate_batch: int,
     batch_size: int,
     threads: int,
 ) -> Work:
@@ -146,10 +143,8 @@ def generate_then_classify(
     classifier = _Classifier(encoder, precision, batch_size)
 
     def run() -> None:
-        for start in range(0, num_samples, generate_batch):
-            count = min(generate_batch, num_samples - start)
-            ids_NT = _generate(loaded, ids_GP, count, num_tokens, None)
-            classifier.score(tokenizer.batch_decode(ids_NT))
+        ids_NT = _generate(loaded, ids_GP, num_samples, num_tokens, None)
+        classifier.score(tokenizer.batch_decode(ids_NT))
 
     return Work(run, num_samples)
 
@@ -213,42 +208,3 @@ def _trainer(
             disable_tqdm=True,
         )
         Trainer(model=model, args=arguments, train_dataset=rows).train()
-
-
-def ctranslate2(
-    *,
-    model: str,
-    text: str,
-    prefix_length: int,
-    num_tokens: int,
-    samples_per_prefix: int,
-    top_k: int | None,
-    compute_type: str,
-    threads: int,
-) -> Work:
-    """CTranslate2's generator; a unit is a token."""
-    import ctranslate2 as engine  # type: ignore[import-not-found]
-
-    path = local_source(model, "model", kind="model")
-    with tempfile.TemporaryDirectory() as folder:
-        converted = Path(folder) / "model"
-        engine.converters.TransformersConverter(path).convert(str(converted))
-        generator = engine.Generator(
-            str(converted), compute_type=compute_type, intra_threads=threads
-        )
-    tokenizer = load_tokenizer(model, "model")
-    ids = real_blocks(text, tokenizer, 1, prefix_length)[0].tolist()
-    prefix = tokenizer.convert_ids_to_tokens(ids)
-
-    def run() -> None:
-        generator.generate_batch(
-            [prefix] * samples_per_prefix,
-            max_batch_size=samples_per_prefix,
-            min_length=num_tokens,
-            max_length=num_tokens,
-            sampling_topk=0 if top_k is None else top_k,
-            include_prompt_in_result=False,
-            end_token=[],
-        )
-
-    return Work(run, samples_per_prefix * num_tokens)

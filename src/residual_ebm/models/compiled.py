@@ -15,17 +15,20 @@ from typing import Any, TypeVar
 import torch
 import torch._dynamo.config
 import torch._inductor.config
+from torch import nn
 from torch._dynamo.exc import FailOnRecompileLimitHit, TorchDynamoException
 from transformers import PreTrainedModel
 
 _FROM_ROWS = 256
 _FROM_HIDDEN = 2**17  # rows x hidden size: below, a layer takes less than a second to earn back
+# Tokens x weights of the layers: below, a training takes less than some minutes.
+_FROM_TRAINED = 10**13
 # A layer's number is no constant: each would be compiled anew. Made once: every patch stays alive.
 _OPTIONS = torch._dynamo.config.patch(allow_unspec_int_on_nn_module=True, recompile_limit=64)
 _NOT_COMPILED = (TorchDynamoException, FailOnRecompileLimitHit)
 _logger = logging.getLogger(__name__)
 _broken: set[str] = set()
-_compiled_forwards: dict[Callable[..., Any], Callable[..., Any]] = {}
+_compiled_forwards: dict[tuple[Callable[..., Any], bool | None], Callable[..., Any]] = {}
 # Compile in this process: workers of its own would outlive the few functions there are.
 torch._inductor.config.compile_threads = 1
 
@@ -55,21 +58,57 @@ def compiled_instead_of(plain: Function, from_numbers: int) -> Callable[[Functio
 def compiled_layers(model: PreTrainedModel, num_rows: int) -> Iterator[None]:
     """Within, the layers that a model repeats run compiled: one compilation serves them all."""
     hidden = num_rows * int(getattr(model.config, "hidden_size", None) or 0)
-    if not _pays(model.device, num_rows, hidden, _FROM_HIDDEN):
+    if _pays(model.device, num_rows, hidden, _FROM_HIDDEN):
+        with _forwards_replaced(_repeated_layers(model), dynamic=True):
+            yield
+    else:
         yield
-        return
-    repeated = [
-        module for module in model.modules() if type(module).__name__ in _repeated_names(model)
-    ]
-    for layer in repeated:
+
+
+@contextmanager
+def compiled_training(network: nn.Module, num_tokens: int) -> Iterator[None]:
+    """Within, the repeated layers of a network that will see so many tokens train compiled.
+
+    Not those with dropout: the compiler's random numbers cost more than its loops gain.
+    """
+    models = [part for part in network.modules() if isinstance(part, PreTrainedModel)][:1]
+    layers = [layer for model in models for layer in _repeated_layers(model)]
+    weights = sum(weight.numel() for layer in layers for weight in layer.parameters())
+    on_cpu = all(model.device.type == "cpu" for model in models)
+    if on_cpu and num_tokens * weights >= _FROM_TRAINED and not _drops_out(layers):
+        with _forwards_replaced(layers, dynamic=None):
+            yield
+    else:
+        yield
+
+
+def _drops_out(layers: list[nn.Module]) -> bool:
+    modules = [module for layer in layers for module in layer.modules()]
+    return any(
+        (isinstance(module, nn.Dropout) and module.p > 0)
+        or getattr(module, "attention_dropout", 0.0) not in (None, 0.0)
+        for module in modules
+    )
+
+
+def _repeated_layers(model: PreTrainedModel) -> list[nn.Module]:
+    """transformers names the layers that must stay whole on one device: those that repeat."""
+    names = set(model._no_split_modules or ())
+    return [module for module in model.modules() if type(module).__name__ in names]
+
+
+@contextmanager
+def _forwards_replaced(layers: list[nn.Module], dynamic: bool | None) -> Iterator[None]:
+    for layer in layers:
         plain = type(layer).forward
-        if plain not in _compiled_forwards:
-            _compiled_forwards[plain] = _compile(plain)
-        layer.forward = partial(_try, _compiled_forwards[plain], plain, layer)
+        if (plain, dynamic) not in _compiled_forwards:
+            _compiled_forwards[plain, dynamic] = _compile(plain, dynamic)
+        choose = _try if dynamic else _try_to_learn
+        layer.forward = partial(choose, _compiled_forwards[plain, dynamic], plain, layer)
     try:
         yield
     finally:
-        for layer in repeated:
+        for layer in layers:
             del layer.forward
 
 
@@ -77,13 +116,17 @@ def _pays(device: torch.device, num_rows: int, numbers: int, from_numbers: int) 
     return device.type == "cpu" and num_rows >= _FROM_ROWS and numbers >= from_numbers
 
 
-def _repeated_names(model: PreTrainedModel) -> set[str]:
-    """transformers names the layers that must stay whole on one device: those that repeat."""
-    return set(model._no_split_modules or ())
+def _compile(function: Callable[..., Any], dynamic: bool | None = True) -> Callable[..., Any]:
+    return torch.compile(function, dynamic=dynamic, fullgraph=True)
 
 
-def _compile(function: Callable[..., Any]) -> Callable[..., Any]:
-    return torch.compile(function, dynamic=True, fullgraph=True)
+def _try_to_learn(
+    fused: Callable[..., Any], plain: Callable[..., Any], *arguments: Any, **named: Any
+) -> Any:
+    """Validation is too seldom to be compiled as well."""
+    if not torch.is_grad_enabled():
+        return plain(*arguments, **named)
+    return _try(fused, plain, *arguments, **named)
 
 
 def _try(

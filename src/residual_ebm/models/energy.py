@@ -145,9 +145,17 @@ class EnergyModel:
         return sum(parameter.numel() for parameter in self.network.parameters())
 
     def __call__(
-        self, ids_BT: Tensor, length_B: Tensor | None = None, prefix_length: int | None = None
+        self,
+        ids_BT: Tensor,
+        length_B: Tensor | None = None,
+        prefix_length: int | None = None,
+        *,
+        blocks_per_prefix: int = 1,
     ) -> Tensor:
-        """Energies with their graph, for training; positives and negatives take this one path."""
+        """Energies with their graph, for training; positives and negatives take this one path.
+
+        So many blocks that follow each other share a prefix: a causal network reads it once.
+        """
         device = self.language_model.device
         if isinstance(self.network, HeadEnergy):
             if prefix_length is None:
@@ -158,12 +166,17 @@ class EnergyModel:
             # Inference tensors may not be saved for backward: the LM is frozen, a copy is enough.
             return self.of_features(TokenFeatures(*(part.clone() for part in features)), mask_BC)
         assert self._bridge is not None
-        inputs = self._bridge(ids_BT, length_B)
-        return cast(Tensor, self.network(type(inputs)(*(part.to(device) for part in inputs))))
+        inputs = TextInputs(*(part.to(device) for part in self._bridge(ids_BT, length_B)))
+        if blocks_per_prefix > 1 and self._reads_a_prefix_once():
+            prefix_length = prefix_length or self.info.prefix_length
+            return self.network.of_packed(inputs, prefix_length, blocks_per_prefix)
+        return cast(Tensor, self.network(inputs))
 
     def _reads_a_prefix_once(self) -> bool:
         return (
             self.info.kind == "unit"
+            and self._bridge is not None
+            and self._bridge.same
             and isinstance(self.network, TransformerEnergy)
             and can_share_prefix(self.network.backbone)
         )

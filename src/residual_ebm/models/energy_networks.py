@@ -61,6 +61,43 @@ class TransformerEnergy(nn.Module):
         hidden_BLH = torch.cat([prefix_GPH.repeat_interleave(repeats, dim=0), *rest], dim=1)
         return _in_float32(self.scalar, masked_mean(hidden_BLH, inputs.mask_BL))
 
+    def of_packed(self, inputs: TextInputs, prefix_length: int, blocks_per_prefix: int) -> Tensor:
+        """The same, with gradients: a prefix and its continuations are one row, in which each
+        continuation sees the prefix and itself alone."""
+        ids_BL, num_blocks = inputs.ids_BL, blocks_per_prefix
+        device, length = ids_BL.device, ids_BL.shape[1]
+        own_length = length - prefix_length
+        own_BC = ids_BL[:, prefix_length:]
+        prefix_GP = ids_BL[::num_blocks, :prefix_length]
+        packed_GQ = torch.cat([prefix_GP, own_BC.reshape(len(prefix_GP), -1)], dim=1)
+        position_L = torch.arange(length, device=device)
+        position_Q = torch.cat([position_L, position_L[prefix_length:].repeat(num_blocks - 1)])
+        # The prefix is part 0, its continuations are parts 1, 2 and so on.
+        part_Q = (torch.arange(len(position_Q), device=device) - prefix_length) // own_length + 1
+        part_Q[:prefix_length] = 0
+        seen_QQ = (position_Q <= position_Q[:, None]) & (
+            (part_Q == 0) | (part_Q == part_Q[:, None])
+        )
+        hidden_GQH = self.backbone(
+            input_ids=packed_GQ,
+            attention_mask=_as_mask(seen_QQ, self.backbone),
+            position_ids=position_Q[None],
+            use_cache=False,
+        ).last_hidden_state
+        prefix_BPH = hidden_GQH[:, :prefix_length].repeat_interleave(num_blocks, dim=0)
+        own_BCH = hidden_GQH[:, prefix_length:].reshape(*own_BC.shape, -1)
+        hidden_BLH = torch.cat([prefix_BPH, own_BCH], dim=1)
+        return _in_float32(self.scalar, masked_mean(hidden_BLH, inputs.mask_BL))
+
+
+def _as_mask(seen_QQ: Tensor, model: PreTrainedModel) -> Tensor:
+    """Which tokens a token sees, in the form that the model's attention wants."""
+    seen_11QQ = seen_QQ[None, None]
+    if model.config._attn_implementation != "eager":
+        return seen_11QQ
+    hidden = torch.finfo(model.dtype).min
+    return torch.zeros_like(seen_11QQ, dtype=model.dtype).masked_fill(~seen_11QQ, hidden)
+
 
 class HeadEnergy(nn.Module):
     """HeaT: reads a continuation through the eyes of P_LM, in both directions."""

@@ -19,6 +19,7 @@ CHUNK = 256
 # Float32 copies of logits are made for this many numbers at a time: they stay in the cache.
 LOGITS_AT_ONCE = 2**21
 _NEVER = -1e4  # a log mass whose exponential is zero
+_LOWEST = -1e30  # below any logit
 
 
 class Summary(NamedTuple):
@@ -58,19 +59,24 @@ def _summarise_in_pieces(logits_RV: Tensor) -> Sequence[Tensor]:
 
 
 def _summarise_rows(logits_RV: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    largest_R1 = logits_RV.amax(-1, keepdim=True).float()
     padding = -logits_RV.shape[-1] % CHUNK
     if padding:
         logits_RV = torch.nn.functional.pad(logits_RV, (0, padding), value=-torch.inf)
-    score_RV = logits_RV.float() - largest_R1
-    mass_RV = score_RV.exp()
+    # Chunk by chunk, each against its own largest: compiled, memory is read once. A chunk of
+    # nothing but -inf has a largest too, so that no difference is without meaning.
+    logits_RKc = logits_RV.view(len(logits_RV), -1, CHUNK).float()
+    top_RK1 = logits_RKc.amax(-1, keepdim=True).clamp(min=_LOWEST)
+    score_RKc = logits_RKc - top_RK1
+    mass_RKc = score_RKc.exp()
+    mass_RK = mass_RKc.sum(-1)
     # exp(-inf) x -inf is no number; a token that cannot come adds nothing.
-    expected_RV = mass_RV * score_RV.clamp(min=_NEVER)
-    # Both sums by chunks: one loop, when this is compiled.
-    mass_RK, expected_RK = (
-        numbers_RV.view(len(numbers_RV), -1, CHUNK).sum(-1) for numbers_RV in (mass_RV, expected_RV)
-    )
-    return largest_R1[:, 0], mass_RK, expected_RK.sum(-1)
+    expected_RK = (mass_RKc * score_RKc.clamp(min=_NEVER)).sum(-1)
+    top_RK = top_RK1[..., 0]
+    largest_R1 = top_RK.amax(-1, keepdim=True)
+    shift_RK = (top_RK - largest_R1).clamp(min=_NEVER)
+    scale_RK = shift_RK.exp()
+    expected_R = ((expected_RK + mass_RK * shift_RK) * scale_RK).sum(-1)
+    return largest_R1[:, 0], mass_RK * scale_RK, expected_R
 
 
 @compiled_instead_of(_summarise_in_pieces, from_numbers=2**22)

@@ -14,9 +14,11 @@ import torch
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
+from residual_ebm.models.compiled import compiled_instead_of
+from residual_ebm.models.masking import IGNORED
 from residual_ebm.models.ralm import RalmForCausalLM
 
-_LOGITS_AT_ONCE = 2**24
+_LOGITS_AT_ONCE = 2**25
 
 
 def next_token_loss(model: PreTrainedModel, ids_BT: Tensor) -> Tensor:
@@ -35,6 +37,25 @@ def next_token_loss(model: PreTrainedModel, ids_BT: Tensor) -> Tensor:
         torch.is_grad_enabled(),  # which a leaf's needs_input_grad does not tell
     )
     return loss
+
+
+def masked_token_loss(
+    model: PreTrainedModel, ids_BL: Tensor, mask_BL: Tensor, target_BL: Tensor
+) -> Tensor:
+    """Mean cross-entropy of the hidden tokens; the vocabulary layer is given no others."""
+    device = model.device
+    place_R = (target_BL != IGNORED).flatten().nonzero()[:, 0].to(device)
+
+    def only_hidden(_layer: nn.Module, inputs: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
+        return inputs[0].flatten(0, -2).index_select(0, place_R), *inputs[1:]
+
+    handle = model.get_output_embeddings().register_forward_pre_hook(only_hidden)
+    try:
+        logits_RV = model(input_ids=ids_BL.to(device), attention_mask=mask_BL.to(device)).logits
+    finally:
+        handle.remove()
+    target_R = target_BL.to(device).flatten()[place_R]
+    return nn.functional.cross_entropy(logits_RV.float(), target_R)
 
 
 _known: WeakKeyDictionary[PreTrainedModel, bool] = WeakKeyDictionary()
@@ -64,6 +85,31 @@ def _product_type(hidden: Tensor) -> torch.dtype:
     return torch.get_autocast_dtype(device) if torch.is_autocast_enabled(device) else hidden.dtype
 
 
+def _loss_and_slope_plain(
+    logits_RV: Tensor, target_R: Tensor, share: Tensor
+) -> tuple[Tensor, Tensor]:
+    """Cross-entropy of each row, and the gradient of its `share` in the logits."""
+    score_RV = logits_RV.float() - logits_RV.amax(-1, keepdim=True)
+    picked_R1 = score_RV.gather(1, target_R[:, None])
+    mass_RV = score_RV.exp_()
+    sum_R1 = mass_RV.sum(-1, keepdim=True)
+    loss_R = (sum_R1.log() - picked_R1)[:, 0]
+    mass_RV *= share / sum_R1
+    mass_RV.scatter_add_(1, target_R[:, None], (-share).expand_as(picked_R1))
+    return loss_R, mass_RV.to(logits_RV.dtype)
+
+
+@compiled_instead_of(_loss_and_slope_plain, from_numbers=2**22)
+def _loss_and_slope(logits_RV: Tensor, target_R: Tensor, share: Tensor) -> tuple[Tensor, Tensor]:
+    """The same without a float32 copy of the logits."""
+    score_RV = logits_RV.float() - logits_RV.amax(-1, keepdim=True)
+    sum_R1 = score_RV.exp().sum(-1, keepdim=True)
+    loss_R = sum_R1[:, 0].log() - score_RV.gather(1, target_R[:, None])[:, 0]
+    is_target_RV = torch.arange(logits_RV.shape[1])[None] == target_R[:, None]
+    slope_RV = score_RV.exp() * (share / sum_R1) - torch.where(is_target_RV, share, 0.0)
+    return loss_R, slope_RV.to(logits_RV.dtype)
+
+
 class _LinearCrossEntropy(torch.autograd.Function):
     @staticmethod
     def forward(
@@ -80,21 +126,21 @@ class _LinearCrossEntropy(torch.autograd.Function):
             hidden_gradient = torch.empty_like(hidden)
             weight_gradient = torch.zeros_like(weight_VH)
         total = hidden.new_zeros((), dtype=torch.float64)
-        for start in range(0, num_rows, max(1, _LOGITS_AT_ONCE // len(weight))):
-            rows = slice(start, start + max(1, _LOGITS_AT_ONCE // len(weight)))
-            score = (hidden[rows] @ weight.T).float()
-            score -= score.amax(-1, keepdim=True)
-            target = target_R[rows, None]
-            picked = score.gather(1, target)
-            mass = score.exp_()
-            sums = mass.sum(-1, keepdim=True)
-            total += (sums.log() - picked).sum(dtype=torch.float64)
-            if needs_gradient:
-                mass /= sums * num_rows
-                mass.scatter_add_(1, target, torch.full_like(picked, -1 / num_rows))
-                slope = mass.to(dtype)
-                hidden_gradient[rows] = slope @ weight
-                weight_gradient += slope.T @ hidden[rows]
+        rows_at_once = max(1, _LOGITS_AT_ONCE // len(weight))
+        share = torch.tensor(1 / num_rows)
+        for start in range(0, num_rows, rows_at_once):
+            rows = slice(start, start + rows_at_once)
+            logits = hidden[rows] @ weight.T
+            if not needs_gradient:
+                loss_R = nn.functional.cross_entropy(
+                    logits.float(), target_R[rows], reduction="none"
+                )
+                total += loss_R.sum(dtype=torch.float64)
+                continue
+            loss_R, slope = _loss_and_slope(logits, target_R[rows], share)
+            total += loss_R.sum(dtype=torch.float64)
+            hidden_gradient[rows] = slope @ weight
+            weight_gradient += slope.T @ hidden[rows]
         if needs_gradient:
             ctx.save_for_backward(hidden_gradient.to(hidden_RH.dtype), weight_gradient)
         return (total / num_rows).float()

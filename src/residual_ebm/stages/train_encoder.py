@@ -24,7 +24,7 @@ from residual_ebm.files.storage import check_manifest, is_complete, new_folder, 
 from residual_ebm.files.tokenizers import train_tokenizer
 from residual_ebm.models.both_ways import make_bidirectional
 from residual_ebm.models.device import resolve_device, use_recipe_threads
-from residual_ebm.models.energy_inputs import TextBridge, TextInputs, decode_blocks
+from residual_ebm.models.energy_inputs import TextBridge, decode_blocks
 from residual_ebm.models.loading import (
     context_length,
     load_pretrained,
@@ -33,6 +33,7 @@ from residual_ebm.models.loading import (
 )
 from residual_ebm.models.masking import mask_tokens
 from residual_ebm.models.training import History, batch_indices, forget_training
+from residual_ebm.models.vocabulary_loss import masked_token_loss
 from residual_ebm.progress import QUIET, Progress
 from residual_ebm.randomness import generator, torch_seed
 from residual_ebm.stages.training_run import (
@@ -147,7 +148,7 @@ def _train(
         masked = mask_tokens(
             inputs.ids_BL, inputs.mask_BL, tokenizer, config.mask_probability, draw
         )
-        return _loss(model, TextInputs(masked.ids_BL, inputs.mask_BL), masked.target_BL)
+        return masked_token_loss(model, masked.ids_BL, inputs.mask_BL, masked.target_BL)
 
     def loss_at(step: int) -> Tensor:
         chosen = batch_indices(
@@ -171,17 +172,9 @@ def _train(
         run_dir.encoder(config.name),
         model,
         training,
+        tokens_per_item=recipe.block.length,
         loss_at=loss_at,
         validate=validate,
         seed=recipe.seed,
         progress=progress,
-    )
-
-
-def _loss(model: PreTrainedModel, inputs: TextInputs, target_BL: Tensor) -> Tensor:
-    logits_BLV = model(
-        input_ids=inputs.ids_BL.to(model.device), attention_mask=inputs.mask_BL.to(model.device)
-    ).logits
-    return torch.nn.functional.cross_entropy(
-        logits_BLV.flatten(0, 1).float(), target_BL.flatten().to(model.device)
     )

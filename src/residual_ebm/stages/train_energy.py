@@ -254,6 +254,7 @@ def train_nce(
         run_dir.energy(config.name),
         energy.network,
         training,
+        tokens_per_item=(1 + wanted) * contrast.positives.ids_BT.shape[1],
         loss_at=loss_at,
         validate=validate,
         seed=seed,
@@ -268,7 +269,9 @@ def _energies_of(
 
     def from_blocks(prefix_B: np.ndarray, sample_BK: np.ndarray) -> Tensor:
         # One batch for both classes: neither can be told by how it was padded or normalised.
-        return energy(*contrast.batch(prefix_B, sample_BK)).view(len(prefix_B), -1)
+        ids_BT, length_B = contrast.batch(prefix_B, sample_BK)
+        num_blocks = 1 + sample_BK.shape[1]
+        return energy(ids_BT, length_B, blocks_per_prefix=num_blocks).view(len(prefix_B), -1)
 
     num_blocks = 1 + contrast.num_stored
     if energy.info.kind != "heat" or not KeptFeatures.fit(

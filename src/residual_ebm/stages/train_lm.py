@@ -161,6 +161,7 @@ def _train(
         run_dir.language_model(config.name),
         model,
         training,
+        tokens_per_item=recipe.block.length,
         loss_at=loss_at,
         validate=validate,
         seed=recipe.seed,

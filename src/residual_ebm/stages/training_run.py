@@ -10,6 +10,7 @@ from transformers import AutoConfig, PreTrainedModel
 from residual_ebm.config import TRAINING_SUFFIX, TrainingConfig
 from residual_ebm.errors import UserError
 from residual_ebm.files.run_directory import RunDirectory
+from residual_ebm.models.compiled import compiled_training
 from residual_ebm.models.device import quick_backward
 from residual_ebm.models.loading import context_length, train_every_embedding
 from residual_ebm.models.training import History, train
@@ -41,13 +42,17 @@ def train_in_run(
     result: Path,
     module: nn.Module,
     config: TrainingConfig,
+    *,
+    tokens_per_item: int,
     **arguments: Any,
 ) -> History:
     """`train`, with its resume state beside `result` and its numbers among those of the run; a
-    learning rate is chosen first where there is a choice."""
+    learning rate is chosen first where there is a choice. `tokens_per_item` says how much a network
+    reads for one item of a batch."""
     folder, name = resume_folder(result), result.name
     trials: list[dict[str, Any]] = []
-    with quick_backward(module):
+    num_tokens = config.steps * config.batch_size * tokens_per_item
+    with quick_backward(module), compiled_training(module, num_tokens):
         if config.other_learning_rates:
             config, trials = choose_learning_rate(
                 run_dir, stage, name, module, config, folder / "trials", **arguments
