@@ -306,14 +306,15 @@ def _train_nce(setting: Setting, progress: Progress) -> dict[str, Any]:
 def _evaluate(setting: Setting, progress: Progress) -> dict[str, Any]:
     common = {**setting.take(*_DRAWING, "precision"), "batch_size": 64}
 
-    def ours(name: str, num_samples: int, encoder: str | None) -> Spec:
+    def ours(name: str, num_samples: int, encoder: str | None, **options: Any) -> Spec:
         return _spec(
-            name,
+            f"{OURS}{name}, n = {num_samples}",
             "ours:evaluate",
             **common,
             encoder=encoder,
             num_samples=num_samples,
             chunk_size=setting.chunk_size,
+            **options,
         )
 
     few, many = setting.few_samples, setting.many_samples
@@ -336,15 +337,17 @@ def _evaluate(setting: Setting, progress: Progress) -> dict[str, Any]:
         progress,
     )
     specs = [
-        ours(f"{OURS}, n = {many}", many, setting.encoder),
-        ours(f"{OURS}, n = {few}", few, setting.encoder),
-        ours(f"{OURS} with HeaT, n = {few}", few, None),
+        ours("", many, setting.encoder),
+        ours("", few, setting.encoder),
+        ours(" with HeaT", few, None),
+        ours(", drawing alone", few, None, scored=False),
         best,
     ]
     result = _compare("evaluate", "samples/s", specs, setting, progress, sweep)
     seconds = {row["name"]: row["median_seconds"] for row in result["rows"]}
-    longer, shorter = seconds[specs[0].name], seconds[specs[1].name]
+    longer, shorter, with_heat, drawing = (seconds[spec.name] for spec in specs[:4])
     result["time_at_many_to_few"] = longer / shorter if longer and shorter else None
+    result["time_with_heat_to_drawing"] = with_heat / drawing if with_heat and drawing else None
     return result
 
 

@@ -14,6 +14,7 @@ from residual_ebm.config import HeadConfig, Precision, TrainingConfig
 from residual_ebm.estimation.importance import log_weight
 from residual_ebm.estimation.nce import nce_loss
 from residual_ebm.estimation.partition import log_partition_bounds
+from residual_ebm.models.compiled import compiled_training
 from residual_ebm.models.decoding import Truncation
 from residual_ebm.models.device import quick_backward
 from residual_ebm.models.energy import EnergyInfo, EnergyModel
@@ -23,6 +24,7 @@ from residual_ebm.models.training import TrainingLog, train
 from residual_ebm.models.vocabulary_loss import next_token_loss
 from residual_ebm.progress import QUIET
 
+_LONG = 10**8  # tokens: what is worth compiling in a real training is compiled here
 _NO_LOG = TrainingLog(write=lambda _step, _values: None, rewind=lambda _step: None)
 
 
@@ -92,7 +94,7 @@ def train_lm(
     ids_BT = torch.randint(0, model.config.vocab_size, (batch_size, length))
 
     def run() -> None:
-        with quick_backward(model):
+        with quick_backward(model), compiled_training(model, _LONG):
             _train(model, lambda _step: next_token_loss(model, ids_BT), steps, precision)
 
     return Work(run, steps * batch_size * length)
@@ -119,7 +121,7 @@ def train_nce(
         return nce_loss(energy_B[:num_pairs], energy_B[num_pairs:])
 
     def run() -> None:
-        with quick_backward(energy.network):
+        with quick_backward(energy.network), compiled_training(energy.network, _LONG):
             _train(energy.network, loss_at, steps, precision)
 
     return Work(run, steps * len(ids_BT))
@@ -137,10 +139,11 @@ def evaluate(
     chunk_size: int,
     batch_size: int,
     threads: int,
+    scored: bool = True,
 ) -> Work:
     """Proposals of one prefix, their energies and the bounds of log Z; a unit is a sample.
 
-    The energy is an encoder, or HeaT where none is named.
+    The energy is an encoder, or HeaT where none is named; not scored, they are only drawn.
     """
     torch.set_num_threads(threads)
     length = prefix_length + num_tokens
@@ -167,6 +170,8 @@ def evaluate(
             "truncation": Truncation(),
             "stop_at_end": False,
         }
+        if not scored:
+            return language_model.sample_chunk(**arguments).log_prob_NC.sum(-1)
         if encoder is None:
             decoded, features = language_model.sample_chunk_with_features(**arguments)
             mask_NC = continuation_mask(decoded.ids_NC, 0, decoded.length_N)

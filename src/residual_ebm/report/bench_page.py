@@ -37,10 +37,8 @@ def _markdown(results: dict[str, Any], chart: str, numbers: str) -> str:
         for row in benchmark["rows"]:
             if row["rate"] is None:
                 lines += ["", f"{row['name']}: not measured ({row['error']})."]
-        ratio = benchmark.get("time_at_many_to_few")
-        if ratio is not None:
-            first, second = (row["name"] for row in benchmark["rows"][:2])
-            lines += ["", f"Time of `{first}`: {ratio:.2f} times that of `{second}`."]
+        for sentence in times(benchmark):
+            lines += ["", sentence]
         if benchmark["sweep"]:
             lines += ["", "Settings tried:", ""]
             lines += [
@@ -49,6 +47,17 @@ def _markdown(results: dict[str, Any], chart: str, numbers: str) -> str:
                 for row in benchmark["sweep"]
             ]
     return "\n".join(lines) + "\n"
+
+
+def times(benchmark: dict[str, Any]) -> list[str]:
+    """What a benchmark says of its own rows beside the table."""
+    names = [row["name"] for row in benchmark["rows"]]
+    compared = {"time_at_many_to_few": (0, 1), "time_with_heat_to_drawing": (2, 3)}
+    return [
+        f"Time of `{names[one]}`: {benchmark[key]:.2f} times that of `{names[other]}`."
+        for key, (one, other) in compared.items()
+        if benchmark.get(key) is not None
+    ]
 
 
 def _table(benchmark: dict[str, Any]) -> list[str]:

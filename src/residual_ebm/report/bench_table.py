@@ -5,6 +5,8 @@ from typing import Any
 from rich.console import Console
 from rich.table import Table
 
+from residual_ebm.report.bench_page import times
+
 
 def print_benchmarks(results: dict[str, Any], console: Console) -> None:
     for name, benchmark in results["benchmarks"].items():
@@ -45,8 +47,4 @@ def _notes(benchmark: dict[str, Any]) -> list[str]:
         swept = [row for row in benchmark["sweep"] if row["rate"] is not None]
         tried = ", ".join(f"{row['name']} {row['rate']:,.0f}" for row in swept)
         notes.append(f"Settings tried, one turn each: {tried or 'none worked'}.")
-    ratio = benchmark.get("time_at_many_to_few")
-    if ratio is not None:
-        first, second = (row["name"] for row in benchmark["rows"][:2])
-        notes.append(f"Time of `{first}`: {ratio:.2f} x that of `{second}`.")
-    return notes
+    return notes + times(benchmark)
