@@ -31,10 +31,16 @@ RESULTS = {
         },
         "evaluate": {
             "unit": "samples/s",
-            "rows": [row("ours, n = 10", 20.0), row("ours, n = 1", 21.0)],
+            "rows": [
+                row("ours, n = 10", 20.0),
+                row("ours, n = 1", 21.0),
+                row("heat", 19.0),
+                row("drawing", 20.0),
+            ],
             "sweep": [],
             "ours_to": {"ours, n = 1": 0.95},
             "time_at_many_to_few": 10.5,
+            "time_with_heat_to_drawing": 1.05,
         },
     },
 }
@@ -50,6 +56,7 @@ def test_the_page_holds_every_number(tmp_path: Path) -> None:
     assert "- theirs, batch 16: 700 tokens/s" in page
     assert "- theirs, batch 32: not installed" in page
     assert "Time of `ours, n = 10`: 10.50 times that of `ours, n = 1`." in page
+    assert "Time of `heat`: 1.05 times that of `drawing`." in page
     assert "![How many times as fast as each alternative](speed.svg)" in page
     assert json.loads((tmp_path / "speed.json").read_text()) == RESULTS
 

@@ -5,6 +5,9 @@ Shapes: R rows, V vocabulary; N rows, K heads of keys, r queries of a head, S ow
 
 import contextvars
 import logging
+import signal
+from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -13,9 +16,13 @@ from torch import Tensor
 from torch._dynamo.exc import TorchDynamoException
 from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
 
+from residual_ebm.config import TrainingConfig
 from residual_ebm.models import compiled, shared_prefix, vocabulary
 from residual_ebm.models.compiled import compiled_instead_of, compiled_training
 from residual_ebm.models.decoding import Decoded, decode
+from residual_ebm.models.training import TrainingLog, train
+from residual_ebm.models.vocabulary_loss import next_token_loss
+from residual_ebm.progress import QUIET
 from residual_ebm.randomness import uniform
 
 TOLERANCE = {torch.float32: 1e-5, torch.bfloat16: 0.02}
@@ -234,6 +241,8 @@ def test_compiled_layers_learn_what_plain_ones_do(
     ids_BT = torch.randint(0, 7, (3, 9), generator=torch.Generator().manual_seed(0))
     expected, gradients = _learnt(model, ids_BT)
     monkeypatch.setattr(compiled, "_FROM_TRAINED", 1)
+    torch._dynamo.reset()
+    compiled._compiled_forwards.clear()
     torch._dynamo.utils.counters.clear()
     with compiled_training(model, num_tokens=1):
         loss, fused = _learnt(model, ids_BT)
@@ -252,18 +261,80 @@ def test_compiled_layers_learn_what_plain_ones_do(
 
 
 @pytest.mark.parametrize(
-    ("changes", "num_tokens", "expected"),
-    [({}, 10**11, True), ({}, 10**3, False), ({"attention_dropout": 0.1}, 10**11, False)],
+    ("model_type", "changes", "options", "expected"),
+    [
+        ("llama", {}, {"num_tokens": 10**11}, True),
+        ("llama", {}, {"num_tokens": 10**3}, False),
+        ("llama", {"attention_dropout": 0.1}, {"num_tokens": 10**11}, False),
+        ("llama", {"dropout": 0.1}, {"num_tokens": 10**11}, False),
+        ("gpt2", {}, {"num_tokens": 10**11}, False),  # drops out
+        ("gpt2", {}, {"num_tokens": 10**11, "dropout": False}, True),
+    ],
     ids=str,
 )
 def test_which_trainings_are_compiled(
-    changes: dict[str, float], num_tokens: int, expected: bool
+    model_type: str, changes: dict[str, float], options: dict[str, Any], expected: bool
 ) -> None:
-    model = random_model("llama")
-    for layer in model.model.layers:
-        vars(layer.self_attn).update(changes)
-    with compiled_training(model, num_tokens):
-        assert all(("forward" in vars(layer)) == expected for layer in model.model.layers)
+    model = random_model(model_type)
+    layers = [m for m in model.modules() if type(m).__name__ in model._no_split_modules]
+    assert len(layers) == 3
+    for layer in layers:
+        vars(layer).update(changes)
+    with compiled_training(model, **options):
+        assert all(("forward" in vars(layer)) == expected for layer in layers)
+
+
+@pytest.mark.usefixtures("nothing_broken")
+def test_an_interrupted_compiled_training_ends_with_the_same_weights(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    """Whatever else the process compiled of the same layers before."""
+    monkeypatch.setattr(compiled, "_FROM_TRAINED", 1)
+    ids_SBT = torch.randint(0, 7, (4, 3, 9), generator=torch.Generator().manual_seed(0))
+    config = TrainingConfig(
+        steps=4, batch_size=3, learning_rate=1e-2, precision="bfloat16", validate_every=4
+    )
+    log = TrainingLog(write=lambda _step, _values: None, rewind=lambda _step: None)
+
+    def trained(folder: str, stop_at: int | None, *, fresh: bool = True) -> PreTrainedModel:
+        if fresh:  # as in a process of its own
+            torch._dynamo.reset()
+            compiled._compiled_forwards.clear()
+        model = random_model("llama")
+
+        def loss_at(step: int) -> Tensor:
+            if step == stop_at:
+                signal.raise_signal(signal.SIGINT)
+            return next_token_loss(model, ids_SBT[step])
+
+        torch._dynamo.utils.counters.clear()
+        with compiled_training(model, 1, dropout=False):
+            train(
+                model,
+                config,
+                loss_at=loss_at,
+                validate=lambda: {"loss": next_token_loss(model, ids_SBT[0]).item()},
+                seed=0,
+                folder=tmp_path / folder,
+                log=log,
+                progress=QUIET,
+                label="toy",
+            )
+        assert torch._dynamo.utils.counters["stats"]["unique_graphs"] >= 1
+        return model
+
+    whole = trained("whole", None)
+    with pytest.raises(KeyboardInterrupt):
+        trained("parts", 1)
+    torch._dynamo.reset()
+    compiled._compiled_forwards.clear()
+    other = random_model("llama")
+    with compiled_training(other, 1, dropout=False):
+        next_token_loss(other, ids_SBT[0][:2, :5]).backward()
+    resumed = trained("parts", None, fresh=False)
+    assert not compiled._broken
+    for name, weight in whole.state_dict().items():
+        assert torch.equal(weight, resumed.state_dict()[name]), name
 
 
 def test_a_network_of_no_model_trains_as_it_is() -> None:

@@ -384,19 +384,20 @@ def test_a_block_without_a_prefix_is_refused_by_heat(length: int) -> None:
         energy_model("heat").energy(torch.full((1, length), 3))
 
 
+@pytest.mark.parametrize("blocks_per_prefix", [3, 6])  # one row, and two
 @pytest.mark.parametrize("attention", ["eager", "sdpa"])
 @pytest.mark.parametrize("model_type", ["llama", "gpt2", "gpt_neox", "qwen3"])
 def test_a_prefix_read_once_gives_the_same_energies_and_gradients(
-    model_type: str, attention: str
+    model_type: str, attention: str, blocks_per_prefix: int
 ) -> None:
     backbone = toys.causal_model(model_type).base_model
     backbone.set_attn_implementation(attention)
     network = TransformerEnergy(backbone)
     torch.nn.init.normal_(network.scalar.weight)
     draw = torch.Generator().manual_seed(0)
-    prefix_GP = torch.randint(0, 7, (2, 4), generator=draw)
+    prefix_GP = torch.randint(0, 7, (6 // blocks_per_prefix, 4), generator=draw)
     own_BC = torch.randint(0, 7, (6, 3), generator=draw)
-    ids_BL = torch.cat([prefix_GP.repeat_interleave(3, 0), own_BC], dim=1)
+    ids_BL = torch.cat([prefix_GP.repeat_interleave(blocks_per_prefix, 0), own_BC], dim=1)
     inputs = TextInputs(ids_BL, block_mask(ids_BL, torch.tensor([7, 5, 6, 7, 7, 5])))
     weight_B = torch.randn(6, generator=draw)
 
@@ -408,7 +409,8 @@ def test_a_prefix_read_once_gives_the_same_energies_and_gradients(
         network.zero_grad()
         return [energy_B.detach(), *gradients]
 
-    plain, packed = learnt(network(inputs)), learnt(network.of_packed(inputs, 4, 3))
+    plain = learnt(network(inputs))
+    packed = learnt(network.of_packed(inputs, 4, blocks_per_prefix))
     assert len(packed) == len(plain) > 5
     for one, other in zip(packed, plain, strict=True):
         torch.testing.assert_close(one, other, rtol=1e-4, atol=1e-4)

@@ -135,11 +135,23 @@ def _compare(
     }
 
 
-# Title, factory, and the option that says how weights are kept, with what is tried.
-_ENGINES = (
-    ("CTranslate2", "ctranslate2", "compute_type", ("bfloat16", "int8")),
-    ("llama.cpp", "llama_cpp", "weights", ("bf16", "q8_0")),
-    ("OpenVINO GenAI", "openvino", "weights", ("f16", "q8_0")),
+# Title, factory, and the ways in which each is tried.
+_ENGINES: tuple[tuple[str, str, dict[str, dict[str, Any]]], ...] = (
+    (
+        "CTranslate2",
+        "ctranslate2",
+        {kind: {"compute_type": kind} for kind in ("bfloat16", "int8")},
+    ),
+    (
+        "llama.cpp",
+        "llama_cpp",
+        {
+            "bf16, one cache": {"weights": "bf16", "unified": True},
+            "q8_0, one cache": {"weights": "q8_0", "unified": True},
+            "bf16, a cache each": {"weights": "bf16", "unified": False},
+        },
+    ),
+    ("OpenVINO GenAI", "openvino", {kind: {"weights": kind} for kind in ("f16", "q8_0")}),
 )
 _DRAWING = ("model", "text", "prefix_length", "num_tokens", "threads")
 
@@ -167,21 +179,21 @@ def _decode(setting: Setting, progress: Progress, top_k: int | None = None) -> d
         progress,
     )
     bests = [best]
-    for title, factory, option, kinds in _ENGINES:
+    for title, factory, ways in _ENGINES:
         engine, swept = _sweep(
             "decode",
             [
                 [
                     _spec(
-                        f"{title}, batch {size}, {kind}",
+                        f"{title}, batch {size}, {way}",
                         f"engines:{factory}",
                         **common,
                         samples_per_prefix=size,
-                        **{option: kind},
+                        **options,
                     )
                     for size in setting.batch_sizes
                 ]
-                for kind in kinds
+                for way, options in ways.items()
             ],
             setting,
             progress,
@@ -280,6 +292,13 @@ def _train(setting: Setting, progress: Progress) -> dict[str, Any]:
         _spec(OURS, "ours:train_lm", **common, precision=setting.precision),
         _spec("Trainer in float32", "peers:trainer_lm", **common, bf16=False),
         _spec("Trainer(bf16=True)", "peers:trainer_lm", **common, bf16=True),
+        _spec(
+            "Trainer(bf16=True, torch_compile=True)",
+            "peers:trainer_lm",
+            **common,
+            bf16=True,
+            compiled=True,
+        ),
     ]
     return _compare("train", "tokens/s", specs, setting, progress)
 

@@ -109,15 +109,18 @@ def llama_cpp(
     samples_per_prefix: int,
     top_k: int | None,
     weights: str,
+    unified: bool,
     threads: int,
 ) -> Work:
-    """llama.cpp: the prefix once, its cells shared by all sequences; a unit is a token."""
+    """llama.cpp: the prefix once, then copied to all sequences, or shared by them in one `unified`
+    buffer; a unit is a token."""
     import llama_cpp as engine  # type: ignore[import-not-found]
 
     limit = engine.llama_max_parallel_sequences()
     if samples_per_prefix > limit:
         raise ValueError(f"llama.cpp takes {limit} sequences at most")
     _quiet(engine)
+    engine.llama_backend_init()
     with tempfile.TemporaryDirectory() as folder:
         path = Path(folder) / "model.gguf"
         write_gguf(model, path, weights)
@@ -125,12 +128,17 @@ def llama_cpp(
             str(path).encode(), engine.llama_model_default_params()
         )
     parameters = engine.llama_context_default_params()
-    parameters.n_ctx = prefix_length + samples_per_prefix * num_tokens
+    if loaded is None:
+        raise RuntimeError("llama.cpp does not read the model")
+    prefixes_kept = 1 if unified else samples_per_prefix
+    parameters.n_ctx = prefixes_kept * prefix_length + samples_per_prefix * num_tokens
     parameters.n_batch = parameters.n_ubatch = max(prefix_length, samples_per_prefix)
     parameters.n_seq_max = samples_per_prefix
     parameters.n_threads = parameters.n_threads_batch = threads
-    parameters.kv_unified = True
+    parameters.kv_unified = unified
     context = engine.llama_init_from_model(loaded, parameters)
+    if context is None:
+        raise RuntimeError("llama.cpp has no room for so many sequences")
     memory = engine.llama_get_memory(context)
     batch = engine.llama_batch_init(parameters.n_batch, 0, 1)
     chain = engine.llama_sampler_chain_init(engine.llama_sampler_chain_default_params())

@@ -12,9 +12,9 @@ from residual_ebm.errors import UserError
 from residual_ebm.models.loading import load_pretrained, load_tokenizer
 
 _TYPES = {
-    "bf16": gguf.GGMLQuantizationType.BF16,
-    "f16": gguf.GGMLQuantizationType.F16,
-    "q8_0": gguf.GGMLQuantizationType.Q8_0,
+    "bf16": (gguf.GGMLQuantizationType.BF16, gguf.LlamaFileType.MOSTLY_BF16),
+    "f16": (gguf.GGMLQuantizationType.F16, gguf.LlamaFileType.MOSTLY_F16),
+    "q8_0": (gguf.GGMLQuantizationType.Q8_0, gguf.LlamaFileType.MOSTLY_Q8_0),
 }
 
 
@@ -24,7 +24,9 @@ def write_gguf(model: str, path: Path, weights: str) -> None:
     config = loaded.config
     if config.model_type != "llama":
         raise UserError("model", model, f"is a {config.model_type}; only llama is written as GGUF")
+    tensor_type, file_type = _TYPES[weights]
     writer = gguf.GGUFWriter(path, "llama")
+    writer.add_file_type(file_type)
     _add_shape(writer, config)
     _add_tokenizer(writer, load_tokenizer(model, "model"), config.vocab_size)
     names = gguf.get_tensor_name_map(gguf.MODEL_ARCH.LLAMA, config.num_hidden_layers)
@@ -38,7 +40,7 @@ def write_gguf(model: str, path: Path, weights: str) -> None:
             values = _halves_to_pairs(values, config.num_key_value_heads)
         target = names.get_name(name, try_suffixes=(".weight", ".bias"))
         # Vectors stay as they are: engines keep norms in float32.
-        kind = gguf.GGMLQuantizationType.F32 if values.ndim == 1 else _TYPES[weights]
+        kind = gguf.GGMLQuantizationType.F32 if values.ndim == 1 else tensor_type
         writer.add_tensor(target, gguf.quants.quantize(values, kind), raw_dtype=kind)
     writer.write_header_to_file()
     writer.write_kv_data_to_file()
@@ -60,7 +62,10 @@ def _add_shape(writer: gguf.GGUFWriter, config: PretrainedConfig) -> None:
     writer.add_feed_forward_length(config.intermediate_size)
     writer.add_head_count(config.num_attention_heads)
     writer.add_head_count_kv(config.num_key_value_heads)
-    writer.add_rope_dimension_count(config.hidden_size // config.num_attention_heads)
+    size = config.head_dim or config.hidden_size // config.num_attention_heads
+    writer.add_rope_dimension_count(size)
+    writer.add_key_length(size)
+    writer.add_value_length(size)
     writer.add_rope_freq_base(float(config.rope_parameters["rope_theta"]))
     writer.add_layer_norm_rms_eps(config.rms_norm_eps)
     writer.add_vocab_size(config.vocab_size)

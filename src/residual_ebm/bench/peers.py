@@ -157,13 +157,18 @@ def trainer_lm(
     length: int,
     steps: int,
     threads: int,
+    compiled: bool = False,
 ) -> Work:
     """Trainer on a language model from scratch; a unit is a token."""
     torch.set_num_threads(threads)
     model = AutoModelForCausalLM.from_config(AutoConfig.for_model(**architecture))
     ids = torch.randint(0, model.config.vocab_size, (length,))
     rows = [{"input_ids": ids, "labels": ids}] * (steps * batch_size)
-    return Work(lambda: _trainer(model, rows, batch_size, steps, bf16), steps * batch_size * length)
+
+    def run() -> None:
+        _trainer(model, rows, batch_size, steps, bf16, compiled)
+
+    return Work(run, steps * batch_size * length)
 
 
 def trainer_classifier(
@@ -193,7 +198,12 @@ def trainer_classifier(
 
 
 def _trainer(
-    model: PreTrainedModel, rows: list[dict[str, Any]], batch_size: int, steps: int, bf16: bool
+    model: PreTrainedModel,
+    rows: list[dict[str, Any]],
+    batch_size: int,
+    steps: int,
+    bf16: bool,
+    compiled: bool = False,
 ) -> None:
     with tempfile.TemporaryDirectory() as folder:
         arguments = TrainingArguments(
@@ -201,6 +211,7 @@ def _trainer(
             per_device_train_batch_size=batch_size,
             max_steps=steps,
             bf16=bf16,
+            torch_compile=compiled,
             use_cpu=True,
             save_strategy="no",
             logging_strategy="no",

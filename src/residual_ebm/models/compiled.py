@@ -1,12 +1,15 @@
-"""Functions that are compiled where it pays: for many rows, and where a C++ compiler is at hand.
+"""Functions that are compiled where it pays: for many rows, in long trainings, and where a C++
+compiler is at hand.
 
 A fused loop over a tensor reads it once where plain torch reads it once an operation. Compiling
-takes some seconds, so small inputs take the plain way. Which way is taken depends on the sizes of
-the inputs, not on how much there is left to do: an interrupted run goes on as it began.
+takes some seconds, so small inputs take the plain way. Which way is taken, and for which shapes,
+depends on the sizes of the inputs and on the recipe, not on how much there is left to do: an
+interrupted run goes on as it began.
 """
 
 import logging
 import warnings
+from collections import Counter
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from functools import partial, wraps
@@ -14,6 +17,7 @@ from typing import Any, TypeVar
 
 import torch
 import torch._dynamo.config
+import torch._functorch.config
 import torch._inductor.config
 from torch import nn
 from torch._dynamo.exc import FailOnRecompileLimitHit, TorchDynamoException
@@ -25,10 +29,12 @@ _FROM_HIDDEN = 2**17  # rows x hidden size: below, a layer takes less than a sec
 _FROM_TRAINED = 10**13
 # A layer's number is no constant: each would be compiled anew. Made once: every patch stays alive.
 _OPTIONS = torch._dynamo.config.patch(allow_unspec_int_on_nn_module=True, recompile_limit=64)
+# Backward passes at once as well: a failure in the middle of one could not be made good.
+_WHOLE = torch._functorch.config.patch(force_non_lazy_backward_lowering=True)
 _NOT_COMPILED = (TorchDynamoException, FailOnRecompileLimitHit)
 _logger = logging.getLogger(__name__)
-_broken: set[str] = set()
-_compiled_forwards: dict[tuple[Callable[..., Any], bool | None], Callable[..., Any]] = {}
+_broken: set[Callable[..., Any]] = set()
+_compiled_forwards: dict[tuple[Callable[..., Any], bool], Callable[..., Any]] = {}
 # Compile in this process: workers of its own would outlive the few functions there are.
 torch._inductor.config.compile_threads = 1
 
@@ -66,39 +72,49 @@ def compiled_layers(model: PreTrainedModel, num_rows: int) -> Iterator[None]:
 
 
 @contextmanager
-def compiled_training(network: nn.Module, num_tokens: int) -> Iterator[None]:
+def compiled_training(
+    network: nn.Module, num_tokens: int, *, dropout: bool = True
+) -> Iterator[None]:
     """Within, the repeated layers of a network that will see so many tokens train compiled.
 
-    Not those with dropout: the compiler's random numbers cost more than its loops gain.
+    Every batch must have the same shape. Layers that drop out, where `dropout` is on, are left
+    alone: the compiler's random numbers cost more than its loops gain.
     """
     models = [part for part in network.modules() if isinstance(part, PreTrainedModel)][:1]
     layers = [layer for model in models for layer in _repeated_layers(model)]
     weights = sum(weight.numel() for layer in layers for weight in layer.parameters())
     on_cpu = all(model.device.type == "cpu" for model in models)
-    if on_cpu and num_tokens * weights >= _FROM_TRAINED and not _drops_out(layers):
-        with _forwards_replaced(layers, dynamic=None):
+    pays = on_cpu and num_tokens * weights >= _FROM_TRAINED
+    if pays and not (dropout and any(map(_drops_out, layers))):
+        with _forwards_replaced(layers, dynamic=False):
             yield
     else:
         yield
 
 
-def _drops_out(layers: list[nn.Module]) -> bool:
-    modules = [module for layer in layers for module in layer.modules()]
+def _drops_out(layer: nn.Module) -> bool:
+    """Dropout is a module in some networks, a number given to a function in others."""
     return any(
         (isinstance(module, nn.Dropout) and module.p > 0)
-        or getattr(module, "attention_dropout", 0.0) not in (None, 0.0)
-        for module in modules
+        or any("dropout" in name and value for name, value in _numbers(module))
+        for module in layer.modules()
     )
+
+
+def _numbers(module: nn.Module) -> list[tuple[str, float]]:
+    return [(name, value) for name, value in vars(module).items() if isinstance(value, float)]
 
 
 def _repeated_layers(model: PreTrainedModel) -> list[nn.Module]:
     """transformers names the layers that must stay whole on one device: those that repeat."""
     names = set(model._no_split_modules or ())
-    return [module for module in model.modules() if type(module).__name__ in names]
+    layers = [module for module in model.modules() if type(module).__name__ in names]
+    count = Counter(map(type, layers))
+    return [layer for layer in layers if count[type(layer)] > 1]  # embeddings may be named too
 
 
 @contextmanager
-def _forwards_replaced(layers: list[nn.Module], dynamic: bool | None) -> Iterator[None]:
+def _forwards_replaced(layers: list[nn.Module], dynamic: bool) -> Iterator[None]:
     for layer in layers:
         plain = type(layer).forward
         if (plain, dynamic) not in _compiled_forwards:
@@ -116,7 +132,7 @@ def _pays(device: torch.device, num_rows: int, numbers: int, from_numbers: int) 
     return device.type == "cpu" and num_rows >= _FROM_ROWS and numbers >= from_numbers
 
 
-def _compile(function: Callable[..., Any], dynamic: bool | None = True) -> Callable[..., Any]:
+def _compile(function: Callable[..., Any], dynamic: bool = True) -> Callable[..., Any]:
     return torch.compile(function, dynamic=dynamic, fullgraph=True)
 
 
@@ -132,14 +148,14 @@ def _try_to_learn(
 def _try(
     fused: Callable[..., Any], plain: Callable[..., Any], *arguments: Any, **named: Any
 ) -> Any:
-    if plain.__qualname__ in _broken:
+    if fused in _broken:
         return plain(*arguments, **named)
     try:
-        with warnings.catch_warnings(), _OPTIONS:
+        with warnings.catch_warnings(), _OPTIONS, _WHOLE:
             warnings.simplefilter("ignore")  # of the compiler's own insides
             return fused(*arguments, **named)
     except _NOT_COMPILED as error:  # it could not be compiled, so nothing of it has run
-        _broken.add(plain.__qualname__)
+        _broken.add(fused)
         reason = " ".join(str(error).split())[:200]
         _logger.warning("%s is not compiled here: %s", plain.__qualname__, reason)
         return plain(*arguments, **named)

@@ -169,8 +169,19 @@ class EnergyModel:
         inputs = TextInputs(*(part.to(device) for part in self._bridge(ids_BT, length_B)))
         if blocks_per_prefix > 1 and self._reads_a_prefix_once():
             prefix_length = prefix_length or self.info.prefix_length
-            return self.network.of_packed(inputs, prefix_length, blocks_per_prefix)
+            if prefix_length < inputs.ids_BL.shape[1]:
+                return self.network.of_packed(inputs, prefix_length, blocks_per_prefix)
         return cast(Tensor, self.network(inputs))
+
+    def tokens_read(self, block_length: int, blocks_per_prefix: int) -> int | None:
+        """How many tokens the network reads of a prefix and its continuations; None where texts
+        of another vocabulary make that vary."""
+        if self._bridge is not None and not self._bridge.same:
+            return None
+        repeated = 0
+        if self._reads_a_prefix_once():
+            repeated = (blocks_per_prefix - 1) * self.info.prefix_length
+        return blocks_per_prefix * block_length - repeated
 
     def _reads_a_prefix_once(self) -> bool:
         return (

@@ -64,12 +64,27 @@ class TransformerEnergy(nn.Module):
     def of_packed(self, inputs: TextInputs, prefix_length: int, blocks_per_prefix: int) -> Tensor:
         """The same, with gradients: a prefix and its continuations are one row, in which each
         continuation sees the prefix and itself alone."""
-        ids_BL, num_blocks = inputs.ids_BL, blocks_per_prefix
-        device, length = ids_BL.device, ids_BL.shape[1]
-        own_length = length - prefix_length
-        own_BC = ids_BL[:, prefix_length:]
-        prefix_GP = ids_BL[::num_blocks, :prefix_length]
-        packed_GQ = torch.cat([prefix_GP, own_BC.reshape(len(prefix_GP), -1)], dim=1)
+        ids_GJL = inputs.ids_BL.view(-1, blocks_per_prefix, inputs.ids_BL.shape[1])
+        mask_GJL = inputs.mask_BL.view(ids_GJL.shape)
+        prefix_GJP = ids_GJL[..., :prefix_length]
+        assert torch.equal(prefix_GJP, prefix_GJP[:, :1].expand_as(prefix_GJP)), "one prefix"
+        # Attention costs the square of a row: not more continuations than make it twice a block.
+        length = ids_GJL.shape[2]
+        at_once = max(1, (2 * length - prefix_length) // (length - prefix_length))
+        parts = [
+            self._of_rows(ids_GjL, mask_GjL, prefix_length)
+            for ids_GjL, mask_GjL in zip(
+                ids_GJL.split(at_once, dim=1), mask_GJL.split(at_once, dim=1), strict=True
+            )
+        ]
+        return torch.cat(parts, dim=1).flatten()
+
+    def _of_rows(self, ids_GJL: Tensor, mask_GJL: Tensor, prefix_length: int) -> Tensor:
+        """Energies (G, J) of J continuations of each of G prefixes."""
+        groups, num_blocks, length = ids_GJL.shape
+        device, own_length = ids_GJL.device, length - prefix_length
+        own_GQ = ids_GJL[..., prefix_length:].flatten(1)
+        packed_GQ = torch.cat([ids_GJL[:, 0, :prefix_length], own_GQ], dim=1)
         position_L = torch.arange(length, device=device)
         position_Q = torch.cat([position_L, position_L[prefix_length:].repeat(num_blocks - 1)])
         # The prefix is part 0, its continuations are parts 1, 2 and so on.
@@ -85,9 +100,12 @@ class TransformerEnergy(nn.Module):
             use_cache=False,
         ).last_hidden_state
         prefix_BPH = hidden_GQH[:, :prefix_length].repeat_interleave(num_blocks, dim=0)
-        own_BCH = hidden_GQH[:, prefix_length:].reshape(*own_BC.shape, -1)
+        own_BCH = hidden_GQH[:, prefix_length:].reshape(
+            groups * num_blocks, own_length, hidden_GQH.shape[2]
+        )
         hidden_BLH = torch.cat([prefix_BPH, own_BCH], dim=1)
-        return _in_float32(self.scalar, masked_mean(hidden_BLH, inputs.mask_BL))
+        energy_B = _in_float32(self.scalar, masked_mean(hidden_BLH, mask_GJL.flatten(0, 1)))
+        return energy_B.view(groups, num_blocks)
 
 
 def _as_mask(seen_QQ: Tensor, model: PreTrainedModel) -> Tensor:

@@ -54,6 +54,8 @@ def masked_token_loss(
         logits_RV = model(input_ids=ids_BL.to(device), attention_mask=mask_BL.to(device)).logits
     finally:
         handle.remove()
+    if logits_RV.ndim > 2:  # a layer that is not called, only its weights used, has seen all tokens
+        logits_RV = logits_RV.flatten(0, 1).index_select(0, place_R)
     target_R = target_BL.to(device).flatten()[place_R]
     return nn.functional.cross_entropy(logits_RV.float(), target_R)
 
@@ -105,7 +107,8 @@ def _loss_and_slope(logits_RV: Tensor, target_R: Tensor, share: Tensor) -> tuple
     score_RV = logits_RV.float() - logits_RV.amax(-1, keepdim=True)
     sum_R1 = score_RV.exp().sum(-1, keepdim=True)
     loss_R = sum_R1[:, 0].log() - score_RV.gather(1, target_R[:, None])[:, 0]
-    is_target_RV = torch.arange(logits_RV.shape[1])[None] == target_R[:, None]
+    token_V = torch.arange(logits_RV.shape[1], device=logits_RV.device)
+    is_target_RV = token_V == target_R[:, None]
     slope_RV = score_RV.exp() * (share / sum_R1) - torch.where(is_target_RV, share, 0.0)
     return loss_R, slope_RV.to(logits_RV.dtype)
 
@@ -127,7 +130,7 @@ class _LinearCrossEntropy(torch.autograd.Function):
             weight_gradient = torch.zeros_like(weight_VH)
         total = hidden.new_zeros((), dtype=torch.float64)
         rows_at_once = max(1, _LOGITS_AT_ONCE // len(weight))
-        share = torch.tensor(1 / num_rows)
+        share = hidden.new_tensor(1 / num_rows, dtype=torch.float32)
         for start in range(0, num_rows, rows_at_once):
             rows = slice(start, start + rows_at_once)
             logits = hidden[rows] @ weight.T

@@ -254,7 +254,7 @@ def train_nce(
         run_dir.energy(config.name),
         energy.network,
         training,
-        tokens_per_item=(1 + wanted) * contrast.positives.ids_BT.shape[1],
+        tokens_per_item=energy.tokens_read(contrast.positives.ids_BT.shape[1], 1 + wanted),
         loss_at=loss_at,
         validate=validate,
         seed=seed,

@@ -43,16 +43,18 @@ def train_in_run(
     module: nn.Module,
     config: TrainingConfig,
     *,
-    tokens_per_item: int,
+    tokens_per_item: int | None,
     **arguments: Any,
 ) -> History:
     """`train`, with its resume state beside `result` and its numbers among those of the run; a
     learning rate is chosen first where there is a choice. `tokens_per_item` says how much a network
-    reads for one item of a batch."""
+    reads for one item of a batch, None where that varies."""
     folder, name = resume_folder(result), result.name
     trials: list[dict[str, Any]] = []
-    num_tokens = config.steps * config.batch_size * tokens_per_item
-    with quick_backward(module), compiled_training(module, num_tokens):
+    # Shapes that vary would be compiled again and again, and differently after an interruption.
+    num_tokens = config.steps * config.batch_size * (tokens_per_item or 0)
+    dropout = arguments.get("dropout", True)
+    with quick_backward(module), compiled_training(module, num_tokens, dropout=dropout):
         if config.other_learning_rates:
             config, trials = choose_learning_rate(
                 run_dir, stage, name, module, config, folder / "trials", **arguments
