@@ -292,7 +292,12 @@ def test_an_interrupted_compiled_training_ends_with_the_same_weights(
     monkeypatch.setattr(compiled, "_FROM_TRAINED", 1)
     ids_SBT = torch.randint(0, 7, (4, 3, 9), generator=torch.Generator().manual_seed(0))
     config = TrainingConfig(
-        steps=4, batch_size=3, learning_rate=1e-2, precision="bfloat16", validate_every=4
+        steps=4,
+        batch_size=3,
+        learning_rate=1e-2,
+        precision="bfloat16",
+        validate_every=4,
+        checkpoint_every=10,
     )
     log = TrainingLog(write=lambda _step, _values: None, rewind=lambda _step: None)
 
