@@ -336,7 +336,8 @@ def gap(run: Path, energy: str | None, num_passages: int) -> Output:
 
 
 def bench(names: list[str], repeats: int, page: Path | None) -> Output:
-    from residual_ebm.bench.benchmarks import BENCHMARKS, Setting, run_benchmarks
+    from residual_ebm.bench.benchmarks import BENCHMARKS, run_benchmarks
+    from residual_ebm.bench.setting import Setting
     from residual_ebm.report.bench_table import print_benchmarks
 
     for name in names:

@@ -7,7 +7,8 @@ import pytest
 from rich.console import Console
 
 from residual_ebm.bench.benchmarks import _ENGINES as ENGINES
-from residual_ebm.bench.benchmarks import BENCHMARKS, OURS, PRODUCTS, Setting, run_benchmarks
+from residual_ebm.bench.benchmarks import BENCHMARKS, OURS, PRODUCTS, run_benchmarks
+from residual_ebm.bench.setting import Setting
 from residual_ebm.report.bench_table import print_benchmarks
 
 

