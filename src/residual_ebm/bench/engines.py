@@ -6,6 +6,8 @@ reason. Each is given the ids of one prefix and asked for as many samples at onc
 
 import ctypes
 import tempfile
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -21,6 +23,15 @@ from residual_ebm.models.loading import load_tokenizer
 def _prefix(model: str, text: str, prefix_length: int) -> list[int]:
     ids: list[int] = real_blocks(text, load_tokenizer(model, "model"), 1, prefix_length)[0].tolist()
     return ids
+
+
+@contextmanager
+def _gguf(model: str, weights: str) -> Iterator[str]:
+    """The model as a file that lasts until it is loaded."""
+    with tempfile.TemporaryDirectory() as folder:
+        path = Path(folder) / "model.gguf"
+        write_gguf(model, path, weights)
+        yield str(path)
 
 
 def ctranslate2(
@@ -81,11 +92,9 @@ def openvino(
     scheduler.max_num_seqs = samples_per_prefix
     scheduler.max_num_batched_tokens = max(samples_per_prefix, prefix_length)
     scheduler.enable_prefix_caching = True
-    with tempfile.TemporaryDirectory() as folder:
-        path = Path(folder) / "model.gguf"
-        write_gguf(model, path, weights)
+    with _gguf(model, weights) as path:
         pipeline = engine.LLMPipeline(
-            str(path), "CPU", scheduler_config=scheduler, INFERENCE_NUM_THREADS=threads
+            path, "CPU", scheduler_config=scheduler, INFERENCE_NUM_THREADS=threads
         )
     config = engine.GenerationConfig()
     config.do_sample = True
@@ -121,15 +130,13 @@ def llama_cpp(
         raise ValueError(f"llama.cpp takes {limit} sequences at most")
     _quiet(engine)
     engine.llama_backend_init()
-    with tempfile.TemporaryDirectory() as folder:
-        path = Path(folder) / "model.gguf"
-        write_gguf(model, path, weights)
+    with _gguf(model, weights) as path:
         loaded = engine.llama_model_load_from_file(
-            str(path).encode(), engine.llama_model_default_params()
+            path.encode(), engine.llama_model_default_params()
         )
-    parameters = engine.llama_context_default_params()
     if loaded is None:
         raise RuntimeError("llama.cpp does not read the model")
+    parameters = engine.llama_context_default_params()
     prefixes_kept = 1 if unified else samples_per_prefix
     parameters.n_ctx = prefixes_kept * prefix_length + samples_per_prefix * num_tokens
     parameters.n_batch = parameters.n_ubatch = max(prefix_length, samples_per_prefix)

@@ -8,7 +8,7 @@ from residual_ebm.config import Precision
 
 @dataclass(frozen=True)
 class Setting:
-    """The defaults are those of docs/benchmarks.md."""
+    """The defaults are what `rebm bench` measures; tests take smaller ones."""
 
     model: str = "asset:smollm2-135m"
     encoder: str = "asset:minilm-l6"
