@@ -87,9 +87,17 @@ def test_blocks_of_similar_length_share_a_batch() -> None:
     ids_BT, length_B = some_blocks("until_end")
     batches = list(energy_batches.encoder_batches(bridge, ids_BT, length_B, 4))
     assert sorted(torch.cat([rows for rows, _ in batches]).tolist()) == list(range(len(ids_BT)))
-    widths = [inputs.ids_BL.shape[1] for _, inputs in batches]
-    assert widths == sorted(widths)
-    assert widths[0] < widths[-1]
+    longest = [int(inputs.mask_BL.sum(1).max()) for _, inputs in batches]
+    assert longest == sorted(longest)
+    assert longest[0] < longest[-1]
+
+
+def test_batches_are_padded_to_lengths_that_fill_registers() -> None:
+    bridge = toys.trained_energy("bit_bpe")._bridge
+    assert bridge is not None
+    assert [bridge.pad([[5] * length]).ids_BL.shape[1] for length in (1, 16, 17)] == [16, 16, 32]
+    bridge._context_length = 20
+    assert bridge.pad([[5] * 17]).ids_BL.shape[1] == 20
 
 
 def test_no_blocks_have_no_energies() -> None:

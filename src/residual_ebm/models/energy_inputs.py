@@ -15,6 +15,9 @@ from transformers import PreTrainedTokenizerFast
 
 from residual_ebm.errors import UserError
 
+# Attention over a length that does not fill the processor's registers takes up to twice as long.
+_LENGTHS_OF = 16
+
 
 class TextInputs(NamedTuple):
     ids_BL: Tensor
@@ -89,6 +92,9 @@ class TextBridge:
 
     def pad(self, encoded: list[list[int]]) -> TextInputs:
         longest = max(len(ids) for ids in encoded)
+        longest += -longest % _LENGTHS_OF
+        if self._context_length is not None:
+            longest = min(longest, self._context_length)
         ids_BL = torch.full((len(encoded), longest), self._padding, dtype=torch.int64)
         mask_BL = torch.zeros_like(ids_BL)
         for row, ids in enumerate(encoded):
