@@ -157,7 +157,7 @@ def test_the_separator_is_one_token_of_the_other_vocabulary() -> None:
     tokenizer = toys.bpe_tokenizer()
     lengths = inputs.mask_BL.sum(-1).tolist()
     assert tokenizer.decode(inputs.ids_BL[0, : lengths[0]]) == "ba<|endoftext|>do"
-    assert (inputs.ids_BL[0] == tokenizer.sep_token_id).sum() == 1
+    assert (inputs.ids_BL[0, : lengths[0]] == tokenizer.sep_token_id).sum() == 1
     assert tokenizer.decode(inputs.ids_BL[1, : lengths[1]]) == "ba"
 
 
