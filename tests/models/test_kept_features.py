@@ -30,7 +30,8 @@ def test_kept_states_give_the_same_energies(mode: ContinuationMode, batch_size: 
         length_N = torch.randint(
             toys.PREFIX_LENGTH + 1, toys.BLOCK_LENGTH + 1, (12,), generator=draw
         )
-    kept = KeptFeatures(energy, ids_NT, length_N, batch_size=batch_size, progress=QUIET)
+    kept = KeptFeatures(energy, ids_NT, length_N)
+    kept.compute(batch_size, QUIET)
     chosen = torch.tensor([7, 0, 11, 7])
     expected = energy(ids_NT[chosen], length_N[chosen])
     assert expected.std() > 0.01

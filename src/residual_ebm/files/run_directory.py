@@ -32,6 +32,7 @@ class RunDirectory:
         self.path = path
         self.blocks = path / "blocks"
         self.metrics = path / "metrics.jsonl"
+        self.states = path / "states"
         self.results = path / "results.json"
         self.tensorboard = path / "tensorboard"
 

@@ -96,8 +96,14 @@ def truncate(logits_NV: Tensor, truncation: Truncation) -> tuple[Tensor, Tensor]
     return index_NK, kept_NK
 
 
-def draw_token(logits_NV: Tensor, uniform_N: Tensor, truncation: Truncation) -> Drawn:
-    """A token for each row, from P_LM or what truncation leaves of it."""
+def draw_token(
+    logits_NV: Tensor,
+    uniform_N: Tensor,
+    truncation: Truncation,
+    given_N: Tensor | None = None,
+) -> Drawn:
+    """A token for each row, from P_LM or what truncation leaves of it; `given_N` holds tokens that
+    are not drawn, and -1 where one is."""
     summary = summarise(logits_NV)
     if truncation.describe():
         draw = functools.partial(_draw_truncated, truncation=truncation)
@@ -105,6 +111,8 @@ def draw_token(logits_NV: Tensor, uniform_N: Tensor, truncation: Truncation) -> 
         log_prob_N = summary.log_prob(logits_NV, token_N)
     else:
         token_N = draw_by_summary(logits_NV, summary, uniform_N)
+        if given_N is not None:
+            token_N = torch.where(given_N < 0, token_N, given_N)
         log_prob_N = proposal_N = summary.log_prob(logits_NV, token_N)
     return Drawn(token_N, log_prob_N, proposal_N, summary.entropy())
 
@@ -128,11 +136,15 @@ def decode(
     truncation: Truncation = UNTRUNCATED,
     end_of_text: int | None = None,
     padding: int = 0,
+    given_NC: Tensor | None = None,
 ) -> Decoded:
     """Draw continuations; `uniform_at(step)` gives the N uniforms of a step.
 
-    With `end_of_text`, a row that draws it is finished: the rest of the row is padding.
+    With `end_of_text`, a row that draws it is finished: the rest of the row is padding. Rows with
+    tokens in `given_NC` take those instead of drawing, and go through the network like any other;
+    rows that draw have -1 there.
     """
+    assert given_NC is None or truncation.describe() is None
     logits_GV, prefix_cache = _read_prefixes(model, prefix_ids_GP)
     next_logits = _steps(
         model, prefix_ids_GP.shape[1], prefix_cache, samples_per_prefix, num_tokens
@@ -146,7 +158,8 @@ def decode(
     for step in range(num_tokens):
         if step > 0:
             logits_NV = next_logits(ids_NC[:, step - 1 : step], step - 1)
-        drawn = draw_token(logits_NV, uniform_at(step).to(device), truncation)
+        given_N = None if given_NC is None else given_NC[:, step]
+        drawn = draw_token(logits_NV, uniform_at(step).to(device), truncation, given_N)
         ids_NC[:, step] = torch.where(running_N, drawn.token_N, padding)
         log_prob_NC[:, step] = torch.where(running_N, drawn.log_prob_N, 0.0)
         proposal_NC[:, step] = torch.where(running_N, drawn.proposal_log_prob_N, 0.0)

@@ -3,12 +3,16 @@
 HeaT reads the same blocks at every epoch, and P_LM's states for them never change: computing them
 once makes a training step cost what the head costs, not what P_LM costs.
 
-Shapes: N blocks, T tokens of a block, C of a continuation, H hidden size of P_LM, B chosen blocks.
+Shapes: N blocks, T tokens of a block, C of a continuation, H hidden size of P_LM, B chosen blocks,
+R some blocks at a time.
 """
+
+from collections.abc import Iterable
 
 import torch
 from torch import Tensor
 
+from residual_ebm.files.states import REAL, StateRows
 from residual_ebm.models.energy import EnergyModel
 from residual_ebm.models.language_model import LanguageModel, TokenFeatures, continuation_mask
 from residual_ebm.progress import Progress
@@ -20,18 +24,11 @@ _MAX_BYTES = 6 * 2**30
 class KeptFeatures:
     """Energies of HeaT for blocks chosen by number."""
 
-    def __init__(
-        self,
-        energy: EnergyModel,
-        ids_NT: Tensor,
-        length_N: Tensor,
-        *,
-        batch_size: int,
-        progress: Progress,
-    ) -> None:
+    def __init__(self, energy: EnergyModel, ids_NT: Tensor, length_N: Tensor) -> None:
         self._energy = energy
         language_model = energy.language_model
         prefix_length = energy.info.prefix_length
+        self._ids_NT = ids_NT
         self._mask_NC = continuation_mask(ids_NT, prefix_length, length_N)
         self._ids_NC = ids_NT[:, prefix_length:]
         shape = self._ids_NC.shape
@@ -39,14 +36,37 @@ class KeptFeatures:
         self._hidden_NCH = torch.empty(*shape, language_model.hidden_size, dtype=dtype)
         self._log_prob_NC = torch.empty(shape)
         self._entropy_NC = torch.empty(shape)
-        with progress.bar("reading P_LM's states", len(ids_NT)) as bar:
-            for start in range(0, len(ids_NT), batch_size):
-                rows = slice(start, start + batch_size)
-                features = language_model.features(ids_NT[rows], prefix_length)
-                self._hidden_NCH[rows] = features.hidden_BCH.cpu()
-                self._log_prob_NC[rows] = features.log_prob_BC.cpu()
-                self._entropy_NC[rows] = features.entropy_BC.cpu()
-                bar.advance(len(ids_NT[rows]))
+
+    def compute(self, batch_size: int, progress: Progress) -> None:
+        """Run P_LM over the blocks."""
+        num_blocks = len(self._ids_NT)
+        with progress.bar("reading P_LM's states", num_blocks) as bar:
+            for start in range(0, num_blocks, batch_size):
+                ids_BT = self._ids_NT[start : start + batch_size]
+                features = self._energy.language_model.features(
+                    ids_BT, self._energy.info.prefix_length
+                )
+                self._keep(
+                    torch.arange(start, start + len(ids_BT)),
+                    features.hidden_BCH,
+                    features.log_prob_BC,
+                    features.entropy_BC,
+                )
+                bar.advance(len(ids_BT))
+
+    def load(self, shards: Iterable[StateRows], blocks_per_prefix: int) -> None:
+        """Take what was kept when negatives were drawn; a prefix's blocks follow each other, the
+        real one first."""
+        for rows in shards:
+            block_R = rows.prefix_N * blocks_per_prefix + rows.sample_N - REAL
+            self._keep(block_R, rows.hidden_NCH, rows.log_prob_NC, rows.entropy_NC)
+
+    def _keep(
+        self, block_R: Tensor, hidden_RCH: Tensor, log_prob_RC: Tensor, entropy_RC: Tensor
+    ) -> None:
+        self._hidden_NCH[block_R] = hidden_RCH.cpu()
+        self._log_prob_NC[block_R] = log_prob_RC.cpu()
+        self._entropy_NC[block_R] = entropy_RC.cpu()
 
     @staticmethod
     def fit(language_model: LanguageModel, num_blocks: int, num_tokens: int) -> bool:

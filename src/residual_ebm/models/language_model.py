@@ -202,24 +202,36 @@ class LanguageModel:
         seed: int,
         truncation: Truncation,
         stop_at_end: bool,
+        given_ids_GC: Tensor | None = None,
     ) -> Decoded:
-        """The same samples of several equally long prefixes, decoded together."""
+        """The same samples of several equally long prefixes, decoded together.
+
+        `given_ids_GC`, a continuation of each prefix, goes first among its samples: not drawn, but
+        read by the network in the very same way.
+        """
+        num_given = 0 if given_ids_GC is None else 1
 
         def uniform_at(step: int) -> Tensor:
-            rows = [
+            rows_GS = [
                 uniform(seed, number, step, first_sample, num_samples) for number in prefix_numbers
             ]
-            return torch.from_numpy(np.concatenate(rows))
+            return torch.from_numpy(np.pad(rows_GS, ((0, 0), (num_given, 0))).reshape(-1))
 
+        given_NC = None
+        if given_ids_GC is not None:
+            given_GJC = torch.full((len(given_ids_GC), 1 + num_samples, num_tokens), -1)
+            given_GJC[:, 0] = given_ids_GC
+            given_NC = given_GJC.flatten(0, 1).to(self.device)
         return decode(
             self.model,
             prefix_ids_GP.to(self.device),
-            samples_per_prefix=num_samples,
+            samples_per_prefix=num_given + num_samples,
             num_tokens=num_tokens,
             uniform_at=uniform_at,
             truncation=truncation,
             end_of_text=self.end_of_text if stop_at_end else None,
             padding=self.end_of_text,
+            given_NC=given_NC,
         )
 
     @torch.inference_mode()

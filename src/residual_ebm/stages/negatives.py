@@ -5,12 +5,15 @@ on text it has memorised is not its residual on new text.
 """
 
 import functools
+from pathlib import Path
 
 import numpy as np
 
 from residual_ebm.config import Recipe
 from residual_ebm.files.blocks import Blocks, choose_blocks, read_blocks
 from residual_ebm.files.run_directory import RunDirectory
+from residual_ebm.models.kept_features import KeptFeatures
+from residual_ebm.models.language_model import LanguageModel
 from residual_ebm.progress import QUIET, Progress
 from residual_ebm.stages.sampling import Drawing, draw_missing, note_missing_prefixes
 
@@ -33,6 +36,7 @@ def run(recipe: Recipe, run_dir: RunDirectory, progress: Progress = QUIET) -> No
         num_samples=recipe.negatives.samples_per_prefix,
         sampling=recipe.negatives,
         folder=run_dir.negatives,
+        states=functools.partial(_states, recipe, run_dir),
     )
     draw_missing(recipe, run_dir, drawing, progress)
 
@@ -46,3 +50,28 @@ def training_prefixes(
     blocks = read_blocks(run_dir.blocks / f"{source_split(run_dir, split)}.arrow")
     note_missing_prefixes(split, count, len(blocks), progress)
     return blocks, choose_blocks(len(blocks), count, recipe.seed, f"negatives-{split}")
+
+
+def _states(
+    recipe: Recipe,
+    run_dir: RunDirectory,
+    language_model: LanguageModel,
+    name: str,
+    split: str,
+    num_prefixes: int,
+) -> Path | None:
+    """HeaT learns from P_LM's states: keeping them as negatives are drawn saves reading every
+    block once more. The real blocks are read beside their negatives, in one batch: states of the
+    two classes must not differ in how they were rounded."""
+    num_blocks = num_prefixes * (1 + recipe.negatives.samples_per_prefix)
+    fit = KeptFeatures.fit(language_model, num_blocks, recipe.block.num_new_tokens)
+    return run_dir.states / name / split if fit and heads_on(recipe, name) else None
+
+
+def heads_on(recipe: Recipe, language_model: str) -> list[str]:
+    """The names of the HeaT energies that read this language model's states."""
+    return [
+        config.name
+        for config in recipe.energies
+        if config.kind == "heat" and recipe.language_model_of(config) == language_model
+    ]

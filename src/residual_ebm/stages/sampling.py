@@ -4,7 +4,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from types import MappingProxyType
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
@@ -23,6 +23,7 @@ from residual_ebm.files.samples import (
     shard_path,
     write_rows,
 )
+from residual_ebm.files.states import REAL, StateRows, write_states
 from residual_ebm.files.storage import check_manifest, is_complete, write_manifest
 from residual_ebm.models.decoding import UNTRUNCATED
 from residual_ebm.models.device import use_recipe_threads
@@ -45,6 +46,8 @@ class Drawing:
     folder: Callable[[str, str], Path]  # of a language model and a split
     # Energies of a language model that read its states as it draws, and where their log-weights go.
     heads: Callable[[LanguageModel, str, str], dict[Path, EnergyModel]] = lambda *_: {}
+    # Where the states of so many prefixes go that energies will learn from, if any do.
+    states: Callable[[LanguageModel, str, str, int], Path | None] = lambda *_: None
 
 
 def draw_missing(
@@ -75,6 +78,7 @@ def draw_missing(
                 progress=progress,
                 label=f"{drawing.purpose}, {split}",
                 heads=drawing.heads(language_model, name, split),
+                states=drawing.states(language_model, name, split, len(block_P)),
             )
 
 
@@ -96,31 +100,55 @@ def draw_samples(
     progress: Progress,
     label: str,
     heads: Mapping[Path, EnergyModel] = MappingProxyType({}),
+    states: Path | None = None,
 ) -> None:
     """`num_samples` continuations of the prefix of each block named by `block_P`.
 
     `heads` score them on the way, from the states they were drawn with; their log-weights lie
-    under the name of the shard in the folder that each is listed under.
+    under the name of the shard in the folder that each is listed under. In the folder `states` the
+    states themselves are kept, and those of the blocks' own continuations, read on the way as well.
     """
     shards = plan_shards(len(block_P), num_samples, sampling)
-    missing = [number for number in range(len(shards)) if not shard_path(folder, number).exists()]
+
+    def is_there(number: int) -> bool:
+        path = shard_path(folder, number)
+        return path.exists() and (states is None or _states_path(states, path).exists())
+
+    missing = [number for number in range(len(shards)) if not is_there(number)]
     for head_folder, energy in heads.items():
         claim_log_weights(head_folder, energy.fingerprint)
     with progress.bar(label, len(shards), len(shards) - len(missing)) as bar:
         for number in missing:
             parts = [
-                _draw_chunk(language_model, blocks, block_P, chunk, block, seed, heads)
+                _draw_chunk(
+                    language_model, blocks, block_P, chunk, block, seed, heads, states is not None
+                )
                 for chunk in shards[number]
             ]
-            rows = join_rows([part for part, _ in parts])
+            rows = join_rows([part.rows for part in parts])
             path = shard_path(folder, number)
             for head_folder in heads:
-                log_weight_N = np.concatenate([scores[head_folder] for _, scores in parts])
+                log_weight_N = np.concatenate([part.log_weights[head_folder] for part in parts])
                 write_log_weights(head_folder / path.name, rows.prefix_N, log_weight_N)
-            write_rows(path, rows)  # last: a shard that is there has its log-weights
+            if states is not None:
+                kept = [part.states for part in parts if part.states is not None]
+                write_states(_states_path(states, path), kept)
+            write_rows(path, rows)  # last: a shard that is there has its log-weights and states
             bar.advance()
+    if states is not None:
+        write_manifest(states, {"language_model": language_model.fingerprint})
     info = sample_manifest(block_P, num_samples, language_model.fingerprint, UNTRUNCATED.describe())
     write_manifest(folder, info)
+
+
+def _states_path(folder: Path, shard: Path) -> Path:
+    return folder / f"{shard.stem}.safetensors"
+
+
+class _Drawn(NamedTuple):
+    rows: SampleRows
+    log_weights: dict[Path, np.ndarray]
+    states: StateRows | None
 
 
 def _draw_chunk(
@@ -131,10 +159,13 @@ def _draw_chunk(
     block: BlockConfig,
     seed: int,
     heads: Mapping[Path, EnergyModel],
-) -> tuple[SampleRows, dict[Path, np.ndarray]]:
+    keep_states: bool,
+) -> _Drawn:
     numbers = np.arange(chunk.first_prefix, chunk.first_prefix + chunk.num_prefixes)
+    samples = np.arange(chunk.first_sample, chunk.first_sample + chunk.num_samples)
+    ids_GT = torch.from_numpy(blocks.ids_BT[block_P[numbers]])
     arguments: dict[str, Any] = {
-        "prefix_ids_GP": torch.from_numpy(blocks.ids_BT[block_P[numbers], : block.prefix_length]),
+        "prefix_ids_GP": ids_GT[:, : block.prefix_length],
         "prefix_numbers": [int(number) for number in numbers],
         "first_sample": chunk.first_sample,
         "num_samples": chunk.num_samples,
@@ -144,22 +175,34 @@ def _draw_chunk(
         "truncation": UNTRUNCATED,
         "stop_at_end": block.continuation == "until_end",
     }
-    log_weights = {}
-    if heads:
+    if keep_states and chunk.first_sample == 0:
+        arguments["given_ids_GC"] = ids_GT[:, block.prefix_length :]
+        samples = np.append(REAL, samples)
+    prefix_N, sample_N = np.repeat(numbers, len(samples)), np.tile(samples, chunk.num_prefixes)
+    drawn_N = sample_N != REAL
+    log_weights, states = {}, None
+    if heads or keep_states:
         decoded, features = language_model.sample_chunk_with_features(**arguments)
         mask_NC = continuation_mask(decoded.ids_NC, 0, decoded.length_N).to(language_model.device)
         for folder, energy in heads.items():
             with torch.inference_mode():
                 energy_N = energy.of_features(features, mask_NC)
-            log_weights[folder] = log_weight(energy_N.float().cpu()).numpy()
+            log_weights[folder] = log_weight(energy_N.float().cpu()).numpy()[drawn_N]
+        if keep_states:
+            states = StateRows(
+                torch.from_numpy(prefix_N),
+                torch.from_numpy(sample_N),
+                features.hidden_BCH,
+                features.log_prob_BC,
+                features.entropy_BC,
+            )
     else:
         decoded = language_model.sample_chunk(**arguments)
-    samples = np.arange(chunk.first_sample, chunk.first_sample + chunk.num_samples)
     rows = SampleRows(
-        np.repeat(numbers, chunk.num_samples),
-        np.tile(samples, chunk.num_prefixes),
-        decoded.ids_NC.cpu().numpy(),
-        decoded.length_N.cpu().numpy(),
-        decoded.log_prob_NC.double().sum(-1).cpu().numpy(),
+        prefix_N[drawn_N],
+        sample_N[drawn_N],
+        decoded.ids_NC.cpu().numpy()[drawn_N],
+        decoded.length_N.cpu().numpy()[drawn_N],
+        decoded.log_prob_NC.double().sum(-1).cpu().numpy()[drawn_N],
     )
-    return rows, log_weights
+    return _Drawn(rows, log_weights, states)

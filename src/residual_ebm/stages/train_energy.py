@@ -8,8 +8,10 @@ Shapes: P prefixes, S stored negatives of each, B prefixes of a batch, K negativ
 J = 1 + K blocks of a prefix, the positive first, T tokens of a block, C of a continuation.
 """
 
+import shutil
 from collections.abc import Callable
 from dataclasses import dataclass
+from pathlib import Path
 
 import numpy as np
 import torch
@@ -22,6 +24,7 @@ from residual_ebm.estimation.nce import nce_accuracy, nce_loss
 from residual_ebm.files.blocks import Blocks, read_blocks
 from residual_ebm.files.run_directory import RunDirectory
 from residual_ebm.files.samples import SampleSet, join_rows, open_samples
+from residual_ebm.files.states import read_states
 from residual_ebm.files.storage import check_manifest, is_complete
 from residual_ebm.models.both_ways import is_bidirectional
 from residual_ebm.models.device import use_recipe_threads
@@ -33,7 +36,7 @@ from residual_ebm.models.loading import context_length, load_pretrained, load_to
 from residual_ebm.models.training import History, batch_indices, forget_training
 from residual_ebm.progress import QUIET, Progress
 from residual_ebm.randomness import generator, torch_seed
-from residual_ebm.stages.negatives import source_split, training_prefixes
+from residual_ebm.stages.negatives import SPLITS, source_split, training_prefixes
 from residual_ebm.stages.training_run import resume_folder, train_in_run
 
 SENTENCE = "Training the energy {name} ({kind}) to tell real continuations from {model}'s"
@@ -47,6 +50,7 @@ class Contrast:
     negative_ids_PSC: np.ndarray
     negative_length_PS: np.ndarray
     prefix_length: int
+    states: Path | None = None  # where P_LM's states of all these blocks are, if they were kept
 
     def __len__(self) -> int:
         return len(self.positives)
@@ -71,7 +75,9 @@ class Contrast:
         )
 
 
-def read_contrast(blocks: Blocks, samples: SampleSet, block: BlockConfig) -> Contrast:
+def read_contrast(
+    blocks: Blocks, samples: SampleSet, block: BlockConfig, states: Path | None = None
+) -> Contrast:
     """Put every stored negative beside the real block of its prefix."""
     rows = join_rows(list(samples.rows()))
     shape = (len(samples.block_P), samples.samples_per_prefix)
@@ -79,7 +85,8 @@ def read_contrast(blocks: Blocks, samples: SampleSet, block: BlockConfig) -> Con
     length_PS = np.empty(shape, dtype=np.int64)
     ids_PSC[rows.prefix_N, rows.sample_N] = rows.ids_NC
     length_PS[rows.prefix_N, rows.sample_N] = rows.length_N
-    return Contrast(blocks.select(samples.block_P), ids_PSC, length_PS, block.prefix_length)
+    real = blocks.select(samples.block_P)
+    return Contrast(real, ids_PSC, length_PS, block.prefix_length, states)
 
 
 def run(recipe: Recipe, run_dir: RunDirectory, progress: Progress = QUIET) -> None:
@@ -91,6 +98,8 @@ def run(recipe: Recipe, run_dir: RunDirectory, progress: Progress = QUIET) -> No
             progress.stage(SENTENCE.format(name=config.name, kind=config.kind, model=model))
             _make(recipe, config, run_dir, progress)
         forget_training(resume_folder(folder))
+    # Large, and of no more use once every HeaT has learnt from them.
+    shutil.rmtree(run_dir.states, ignore_errors=True)
 
 
 def _make(recipe: Recipe, config: EnergyConfig, run_dir: RunDirectory, progress: Progress) -> None:
@@ -100,10 +109,13 @@ def _make(recipe: Recipe, config: EnergyConfig, run_dir: RunDirectory, progress:
         run_dir.language_model(name), precision=recipe.precision, device=recipe.device
     )
     contrasts = {}
-    for split in ("train", "validation"):
+    for split in SPLITS:
         blocks = read_blocks(run_dir.blocks / f"{source_split(run_dir, split)}.arrow")
         samples = open_samples(run_dir.negatives(name, split), language_model.fingerprint)
-        contrasts[split] = read_contrast(blocks, samples, recipe.block)
+        states = run_dir.states / name / split
+        contrasts[split] = read_contrast(
+            blocks, samples, recipe.block, states if is_complete(states) else None
+        )
     energy = _initial_energy(recipe, config, run_dir, language_model)
     history = train_nce(
         energy,
@@ -281,13 +293,11 @@ def _energies_of(
 
     every_P = np.arange(len(contrast))
     every_PS = np.tile(np.arange(contrast.num_stored), (len(contrast), 1))
-    # As many blocks at a time as a batch of validation has, whole prefixes each.
-    kept = KeptFeatures(
-        energy,
-        *contrast.batch(every_P, every_PS),
-        batch_size=max(1, batch_size // num_blocks) * num_blocks,
-        progress=progress,
-    )
+    kept = KeptFeatures(energy, *contrast.batch(every_P, every_PS))
+    if contrast.states is not None:
+        kept.load(read_states(contrast.states, energy.language_model.fingerprint), num_blocks)
+    else:  # as many blocks at a time as a batch of validation has, whole prefixes each
+        kept.compute(max(1, batch_size // num_blocks) * num_blocks, progress)
 
     def from_kept(prefix_B: np.ndarray, sample_BK: np.ndarray) -> Tensor:
         first_B1 = num_blocks * prefix_B[:, None]
