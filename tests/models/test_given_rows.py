@@ -7,6 +7,7 @@ import torch
 import toys
 
 from residual_ebm.config import ContinuationMode
+from residual_ebm.models import decoding
 from residual_ebm.models.decoding import UNTRUNCATED, Decoded
 from residual_ebm.models.language_model import LanguageModel, TokenFeatures
 
@@ -81,3 +82,12 @@ def test_a_given_row_cannot_be_told_from_a_drawn_one(dtype: torch.dtype) -> None
             assert torch.equal(own, drawn.view(2, NUM_SAMPLES, *part.shape[1:])[:, 7])
     finally:
         lm.model.to(torch.float32)
+
+
+def test_prefixes_that_are_read_in_several_passes(monkeypatch: pytest.MonkeyPatch) -> None:
+    lm = toys.language_model()
+    given_GC = torch.full((2, toys.NUM_NEW), 5)
+    _, at_once = sample(lm, "fixed", given_ids_GC=given_GC)
+    monkeypatch.setattr(decoding, "_PREFIX_TOKENS_AT_ONCE", 1)
+    _, in_two = sample(lm, "fixed", given_ids_GC=given_GC)
+    torch.testing.assert_close(in_two.hidden_BCH, at_once.hidden_BCH)

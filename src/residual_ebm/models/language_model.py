@@ -241,7 +241,12 @@ class LanguageModel:
         with self._states_captured(hidden):
             decoded = self.sample_chunk(**arguments)
         num_rows, num_tokens = decoded.ids_NC.shape
-        hidden_NLH = _one_row_each([hidden[0][:, -1:], *hidden[1:]], num_rows)
+        # Many prefixes are read in several passes, before the first step.
+        num_prefixes = len(arguments["prefix_ids_GP"])
+        rows_read = np.cumsum([len(states) for states in hidden])
+        num_passes = 1 + int(np.searchsorted(rows_read, num_prefixes))
+        prefix_G1H = torch.cat([states[:, -1:] for states in hidden[:num_passes]])
+        hidden_NLH = _one_row_each([prefix_G1H, *hidden[num_passes:]], num_rows)
         # Once every row has ended, the rest of the continuation is padding, which nobody reads.
         missing = num_tokens - hidden_NLH.shape[1]
         return decoded, TokenFeatures(
