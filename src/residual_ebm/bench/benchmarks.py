@@ -88,7 +88,7 @@ _ENGINES: tuple[tuple[str, str, dict[str, dict[str, Any]]], ...] = (
     (
         "CTranslate2",
         "ctranslate2",
-        {kind: {"compute_type": kind} for kind in ("bfloat16", "int8")},
+        {kind: {"compute_type": kind} for kind in ("float32", "int8")},
     ),
     (
         "llama.cpp",
