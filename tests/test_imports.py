@@ -16,7 +16,7 @@ MAX_LINES = 400
 
 # Top to bottom: a module may import its own layer and those above. `report` is a leaf.
 LAYERS = (
-    {"errors", "config", "recipe_file", "randomness", "progress", "stopping"},
+    {"errors", "sections", "config", "recipe_file", "randomness", "progress", "stopping"},
     {"estimation"},
     {"files"},
     {"assets"},

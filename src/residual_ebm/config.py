@@ -5,21 +5,13 @@ the wrong kind is an error naming the field and the value. Complete: the resolve
 default written out, is saved in the run directory and is enough to run it again.
 """
 
-import difflib
-import re
 from collections.abc import Sequence
 from typing import Annotated, Any, Literal, Self
 
 import yaml
-from pydantic import (
-    AfterValidator,
-    BaseModel,
-    ConfigDict,
-    Field,
-    WrapValidator,
-    model_validator,
-)
-from pydantic_core import PydanticCustomError
+from pydantic import Field, WrapValidator, model_validator
+
+from residual_ebm.sections import Beta, Count, Fraction, Name, Section, refusal
 
 Precision = Literal["auto", "float32", "bfloat16"]
 ContinuationMode = Literal["fixed", "until_end"]
@@ -27,48 +19,6 @@ EnergyKind = Literal["unit", "bit", "heat"]
 
 SCRATCH = "scratch"
 GIVEN: Literal["given"] = "given"
-TRAINING_SUFFIX = ".training"  # of the folder a training resumes from, beside its result
-
-
-def refusal(remedy: str, *, at: str | None = None, value: object = None) -> PydanticCustomError:
-    """A fault found by a check of ours; `at` is the field below the section that was checked."""
-    context = {"remedy": remedy, "at": at, "value": value}
-    return PydanticCustomError("refused", "{remedy}", context)
-
-
-def _check_file_name(name: str) -> str:
-    if not re.fullmatch(r"[A-Za-z0-9][A-Za-z0-9._-]*", name):
-        raise refusal("names a folder: use letters, digits, '.', '_' and '-', e.g. base-lm")
-    if name.endswith(TRAINING_SUFFIX):
-        raise refusal(f"{TRAINING_SUFFIX} marks a training under way; end the name otherwise")
-    return name
-
-
-Name = Annotated[str, AfterValidator(_check_file_name)]
-Count = Annotated[int, Field(ge=1)]
-Fraction = Annotated[float, Field(ge=0, le=1)]
-Beta = Annotated[float, Field(ge=0, lt=1)]
-
-
-class Section(BaseModel):
-    """A part of the recipe; unknown keys are refused with the nearest known one."""
-
-    model_config = ConfigDict(extra="forbid", frozen=True, strict=True, allow_inf_nan=False)
-
-    @model_validator(mode="before")
-    @classmethod
-    def _refuse_unknown_keys(cls, data: Any) -> Any:
-        if isinstance(data, dict):
-            for key in data:
-                if key not in cls.model_fields:
-                    raise refusal(_nearest(str(key), cls), at=str(key), value=data[key])
-        return data
-
-
-def _nearest(key: str, section: type[BaseModel]) -> str:
-    close = difflib.get_close_matches(key, section.model_fields, n=1, cutoff=0.4)
-    known = ", ".join(section.model_fields)
-    return f"unknown key; did you mean {close[0]}?" if close else f"unknown key; known are {known}"
 
 
 class SplitConfig(Section):
@@ -142,7 +92,7 @@ class TrainingConfig(Section):
     batch_size: Count
     learning_rate: Annotated[float, Field(gt=0)]
     # Tried beside it for a tenth of the steps each; the best on validation trains to the end.
-    other_learning_rates: list[Annotated[float, Field(gt=0)]] = []
+    other_learning_rates: list[Annotated[float, Field(gt=0)]] = Field(default_factory=list)
     warmup_steps: Annotated[int, Field(ge=0)] = 0
     max_grad_norm: Annotated[float, Field(gt=0)] = 1.0
     weight_decay: Annotated[float, Field(ge=0)] = 0.0
@@ -286,6 +236,13 @@ class EnergyConfig(Section):
         return self
 
 
+class SumConfig(Section):
+    """Energies of one language model, added with weights that are fitted on validation."""
+
+    name: Name
+    members: Annotated[list[str], Field(min_length=2)]
+
+
 class SamplingConfig(Section):
     """Chunk sizes belong to the recipe: batch shape changes the last bits of bfloat16."""
 
@@ -324,19 +281,21 @@ class Recipe(Section):
     tokenizer: TokenizerConfig
     block: BlockConfig
     language_models: Annotated[list[LanguageModelConfig], Field(min_length=1)]
-    encoders: list[EncoderConfig] = []
-    energies: list[EnergyConfig] = []
+    encoders: list[EncoderConfig] = Field(default_factory=list)
+    energies: list[EnergyConfig] = Field(default_factory=list)
+    sums: list[SumConfig] = Field(default_factory=list)
     negatives: NegativesConfig
     proposals: ProposalsConfig
     evaluation: EvaluationConfig = EvaluationConfig()
 
     @model_validator(mode="after")
     def _references_exist(self) -> Self:
-        for kind in ("language_models", "encoders", "energies"):
+        for kind in ("language_models", "encoders", "corrections"):
             names = [entry.name for entry in getattr(self, kind)]
             for name in names:
                 if names.count(name) > 1:
-                    raise refusal("is there twice; rename one", at=kind, value=name)
+                    at = kind.replace("corrections", "energies")
+                    raise refusal("is there twice; rename one", at=at, value=name)
         models = [model.name for model in self.language_models]
         plain = [model.name for model in self.language_models if model.residual_of is None]
         for number, model in enumerate(self.language_models):
@@ -353,10 +312,29 @@ class Recipe(Section):
                 _check_reference(f"{place}.source", target, plain)
             if scheme == "encoder":
                 _check_reference(f"{place}.source", target, encoders)
+        for entry in self.sums:
+            place = f"sums.{entry.name}.members"
+            for number, member in enumerate(entry.members):
+                _check_reference(place, member, [energy.name for energy in self.energies])
+                if member in entry.members[:number]:
+                    raise refusal("is there twice; remove one", at=place, value=member)
+                if self.corrected_by(member) != self.corrected_by(entry.members[0]):
+                    raise refusal("corrects another language model", at=place, value=member)
         return self
 
     def language_model_of(self, energy: EnergyConfig) -> str:
         return energy.language_model or self.language_models[0].name
+
+    @property
+    def corrections(self) -> list[EnergyConfig | SumConfig]:
+        """Everything that makes a joint model."""
+        return [*self.energies, *self.sums]
+
+    def corrected_by(self, energy: str) -> str:
+        """The name of the language model that an energy, or a sum of them, corrects."""
+        members = {entry.name: entry.members[0] for entry in self.sums}
+        named = members.get(energy, energy)
+        return next(self.language_model_of(one) for one in self.energies if one.name == named)
 
     @property
     def sampled_language_models(self) -> list[str]:

@@ -35,7 +35,9 @@ CLOSE = 1e-4  # float32, energies of standard deviation 1
 
 
 def energy_model(name: str, mode: ContinuationMode = "until_end") -> EnergyModel:
-    return toys.joint_model(name, mode).energy_model
+    energy = toys.joint_model(name, mode).energy_model
+    assert isinstance(energy, EnergyModel)
+    return energy
 
 
 def all_blocks(mode: ContinuationMode = "until_end") -> tuple[Tensor, Tensor]:

@@ -54,7 +54,8 @@ from residual_ebm.models.energy import EnergyInfo, EnergyModel
 from residual_ebm.models.language_model import LanguageModel
 from residual_ebm.progress import QUIET
 from residual_ebm.randomness import torch_seed
-from residual_ebm.stages.train_energy import Contrast, read_contrast, train_nce
+from residual_ebm.stages.contrast import Contrast, read_contrast
+from residual_ebm.stages.train_energy import train_nce
 
 # Short, so that one token is much of a block and a small network soon sees that it is missing.
 PREFIX_LENGTH, LENGTH = 3, 6

@@ -21,8 +21,8 @@ from residual_ebm.models.language_model import LanguageModel
 from residual_ebm.progress import QUIET
 from residual_ebm.recipe_file import load_recipe
 from residual_ebm.stages import negatives, train_energy
+from residual_ebm.stages.contrast import read_contrast
 from residual_ebm.stages.sampling import draw_samples
-from residual_ebm.stages.train_energy import read_contrast
 
 
 def drawn_again(folder: Path) -> tuple[Recipe, RunDirectory]:

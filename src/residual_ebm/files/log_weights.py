@@ -69,12 +69,17 @@ def write_log_weights(path: Path, prefix_N: np.ndarray, log_weight_N: np.ndarray
     write_table(path, pa.table({"prefix": prefix_N.astype(np.int32), "log_weight": log_weight_N}))
 
 
+def read_shard(path: Path) -> tuple[np.ndarray, np.ndarray]:
+    """The prefix and the log-weight of each proposal."""
+    table = read_table(path)
+    return table["prefix"].to_numpy(), table["log_weight"].to_numpy()
+
+
 def read_log_weights(folder: Path) -> Iterator[tuple[int, np.ndarray]]:
     """Prefix by prefix, in order; a prefix may run over several shards."""
     current, parts = None, []
     for path in sorted(folder.glob("shard-*.arrow")):
-        table = read_table(path)
-        prefix_N, log_weight_N = table["prefix"].to_numpy(), table["log_weight"].to_numpy()
+        prefix_N, log_weight_N = read_shard(path)
         starts = np.flatnonzero(np.diff(prefix_N, prepend=prefix_N[0] - 1))
         for start, end in zip(starts, [*starts[1:], len(prefix_N)], strict=True):
             if current is not None and prefix_N[start] != current:

@@ -9,7 +9,7 @@ Shapes: B blocks, T tokens of a block.
 from collections.abc import Iterator
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
-from typing import Any, cast
+from typing import Any, Literal, cast
 
 import torch
 from safetensors.torch import load_file, save_file
@@ -34,7 +34,7 @@ from residual_ebm.models.loading import context_length, load_pretrained, load_to
 from residual_ebm.models.shared_prefix import can_share_prefix
 from residual_ebm.progress import QUIET, Progress
 
-_INFO = "energy.json"
+INFO = "energy.json"
 _HEAD = "energy_head.safetensors"
 
 
@@ -43,7 +43,7 @@ class EnergyInfo:
     """What an energy was trained on; outside of it results are flagged or refused."""
 
     name: str
-    kind: EnergyKind
+    kind: EnergyKind | Literal["sum"]
     language_model: str  # fingerprint
     prefix_length: int
     block_length: int
@@ -100,10 +100,10 @@ class EnergyModel:
     ) -> "EnergyModel":
         """Load an energy for the language model it was trained against."""
         folder = Path(folder)
-        if not (folder / _INFO).is_file():
-            raise UserError("energy", str(folder), f"is not an energy: it has no {_INFO}")
+        if not (folder / INFO).is_file():
+            raise UserError("energy", str(folder), f"is not an energy: it has no {INFO}")
         check_manifest(folder)
-        info = EnergyInfo(**read_json(folder / _INFO))
+        info = EnergyInfo(**read_json(folder / INFO))
         if info.language_model != language_model.fingerprint:
             raise UserError(
                 "energy",
@@ -137,7 +137,7 @@ class EnergyModel:
             save_file(
                 {name: value.contiguous() for name, value in weights.items()}, temporary / _HEAD
             )
-            write_json(temporary / _INFO, asdict(self.info))
+            write_json(temporary / INFO, asdict(self.info))
             write_json(temporary / "training.json", training or {})
 
     @property

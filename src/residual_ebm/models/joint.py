@@ -26,7 +26,7 @@ from residual_ebm.estimation.perplexity import (
 from residual_ebm.files.blocks import Blocks, cut_blocks
 from residual_ebm.files.run_directory import RunDirectory
 from residual_ebm.models.device import use_recipe_threads
-from residual_ebm.models.energy import EnergyModel
+from residual_ebm.models.energy_sum import Energy, load_energy
 from residual_ebm.models.language_model import LanguageModel
 from residual_ebm.models.samplers import ScoredSet
 from residual_ebm.progress import QUIET, Progress
@@ -65,7 +65,7 @@ class PerplexityReport:
 class JointModel:
     """A language model and an energy trained against it."""
 
-    def __init__(self, language_model: LanguageModel, energy_model: EnergyModel) -> None:
+    def __init__(self, language_model: LanguageModel, energy_model: Energy) -> None:
         if energy_model.language_model is not language_model:
             raise UserError(
                 "energy_model",
@@ -89,7 +89,7 @@ class JointModel:
         run_dir = RunDirectory(Path(run))
         recipe = run_dir.recipe()
         use_recipe_threads(recipe)
-        names = [entry.name for entry in recipe.energies]
+        names = [entry.name for entry in recipe.corrections]
         if not names:
             raise UserError("energies", str(run), "this run has none; add one to its recipe")
         if energy is None:
@@ -97,13 +97,12 @@ class JointModel:
             energy = best or names[0]
         if energy not in names:
             raise UserError("energy", energy, f"not in this run; it has {', '.join(names)}")
-        config = recipe.energies[names.index(energy)]
         language_model = LanguageModel.from_pretrained(
-            _existing(run_dir.language_model(recipe.language_model_of(config))),
+            _existing(run_dir.language_model(recipe.corrected_by(energy))),
             precision=recipe.precision,
             device=device or recipe.device,
         )
-        energy_model = EnergyModel.from_pretrained(
+        energy_model = load_energy(
             _existing(run_dir.energy(energy)), language_model, precision=recipe.precision
         )
         return cls(language_model, energy_model)

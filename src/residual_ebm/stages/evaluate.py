@@ -15,7 +15,7 @@ import torch
 from scipy.optimize import minimize_scalar
 
 import residual_ebm
-from residual_ebm.config import SCRATCH, EnergyConfig, Recipe
+from residual_ebm.config import SCRATCH, EnergyConfig, Recipe, SumConfig
 from residual_ebm.errors import UserError
 from residual_ebm.estimation.bootstrap import perplexity
 from residual_ebm.estimation.flags import flags
@@ -32,12 +32,14 @@ from residual_ebm.files.run_directory import RunDirectory
 from residual_ebm.files.storage import check_manifest, read_json, write_json
 from residual_ebm.models.device import use_recipe_threads
 from residual_ebm.models.energy import EnergyModel
+from residual_ebm.models.energy_sum import EnergySum, load_energy
 from residual_ebm.models.language_model import LanguageModel
 from residual_ebm.progress import QUIET, Progress
 from residual_ebm.randomness import derive_seed
 from residual_ebm.stages.examples import choose_examples
 from residual_ebm.stages.proposals import SPLITS, evaluation_prefixes
 from residual_ebm.stages.score_proposals import real_log_prob, score_proposals
+from residual_ebm.stages.sum_energies import add_log_weights
 
 SENTENCE = "Evaluating: perplexity of every model on the same prefixes"
 _LARGEST_SCALE = 4.0
@@ -54,7 +56,7 @@ def run(recipe: Recipe, run_dir: RunDirectory, progress: Progress = QUIET) -> No
     ]
     parameters = {row["name"]: row["parameters"] for row in language_models}
     rows: list[dict[str, Any]] = []
-    for config in recipe.energies:
+    for config in recipe.corrections:
         rows.extend(_energy_rows(recipe, config, run_dir, parameters, progress))
     plain = [row for row in rows if not row["scaled"]]
     best = min(plain, key=lambda row: row["validation"]["upper"])["energy"] if plain else None
@@ -130,20 +132,23 @@ def _floor(recipe: Recipe, run_dir: RunDirectory, split: str) -> dict[str, Any] 
 
 def _energy_rows(
     recipe: Recipe,
-    config: EnergyConfig,
+    config: EnergyConfig | SumConfig,
     run_dir: RunDirectory,
     parameters: dict[str, int],
     progress: Progress,
 ) -> list[dict[str, Any]]:
-    name = recipe.language_model_of(config)
+    name = recipe.corrected_by(config.name)
     language_model = LanguageModel.from_pretrained(
         run_dir.language_model(name), precision=recipe.precision, device=recipe.device
     )
-    energy = EnergyModel.from_pretrained(
-        run_dir.energy(config.name), language_model, precision=recipe.precision
-    )
+    energy = load_energy(run_dir.energy(config.name), language_model, precision=recipe.precision)
     for split in SPLITS:
-        score_proposals(recipe, config, run_dir, split, language_model, energy, progress)
+        if isinstance(config, SumConfig):
+            assert isinstance(energy, EnergySum)
+            add_log_weights(config, run_dir, split, energy)
+        else:
+            assert isinstance(energy, EnergyModel)
+            score_proposals(recipe, config, run_dir, split, language_model, energy, progress)
     scales = {False: 1.0}
     if recipe.evaluation.fit_energy_scale:
         scales[True] = _fit_scale(*read_scored(run_dir, config.name, "validation"))
@@ -152,7 +157,7 @@ def _energy_rows(
         {
             "name": f"joint {config.name}" + (f" x{scale:.2f}" if scaled else ""),
             "energy": config.name,
-            "kind": config.kind,
+            "kind": energy.info.kind,
             "language_model": name,
             "scale": scale,
             "scaled": scaled,

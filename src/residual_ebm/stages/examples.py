@@ -22,8 +22,7 @@ from residual_ebm.stages.proposals import evaluation_prefixes
 
 def choose_examples(recipe: Recipe, run_dir: RunDirectory, energy: str) -> list[dict[str, Any]]:
     """Prefix, base sample, joint sample, sample of the highest energy and the real text."""
-    config = next(entry for entry in recipe.energies if entry.name == energy)
-    proposals = run_dir.proposals(recipe.language_model_of(config), "test")
+    proposals = run_dir.proposals(recipe.corrected_by(energy), "test")
     tokenizer = load_tokenizer(str(run_dir.blocks / "tokenizer"), "tokenizer")
     blocks, block_P = evaluation_prefixes(recipe, run_dir, "test")
     folder = run_dir.log_weights(energy, "test")

@@ -10,20 +10,16 @@ J = 1 + K blocks of a prefix, the positive first, T tokens of a block, C of a co
 
 import shutil
 from collections.abc import Callable
-from dataclasses import dataclass
-from pathlib import Path
 
 import numpy as np
 import torch
 from torch import Tensor
 from transformers import AutoModel, AutoModelForMaskedLM, PreTrainedModel, PreTrainedTokenizerFast
 
-from residual_ebm.config import BlockConfig, EnergyConfig, HeadConfig, Recipe
+from residual_ebm.config import EnergyConfig, HeadConfig, Recipe
 from residual_ebm.errors import UserError
 from residual_ebm.estimation.nce import nce_accuracy, nce_loss
-from residual_ebm.files.blocks import Blocks, read_blocks
 from residual_ebm.files.run_directory import RunDirectory
-from residual_ebm.files.samples import SampleSet, join_rows, open_samples
 from residual_ebm.files.states import read_states
 from residual_ebm.files.storage import check_manifest, is_complete
 from residual_ebm.models.both_ways import is_bidirectional
@@ -36,57 +32,12 @@ from residual_ebm.models.loading import context_length, load_pretrained, load_to
 from residual_ebm.models.training import History, batch_indices, forget_training
 from residual_ebm.progress import QUIET, Progress
 from residual_ebm.randomness import generator, torch_seed
-from residual_ebm.stages.negatives import SPLITS, source_split, training_prefixes
+from residual_ebm.stages.contrast import Contrast, contrast_of
+from residual_ebm.stages.negatives import SPLITS, training_prefixes
+from residual_ebm.stages.sum_energies import make_sum
 from residual_ebm.stages.training_run import resume_folder, train_in_run
 
 SENTENCE = "Training the energy {name} ({kind}) to tell real continuations from {model}'s"
-
-
-@dataclass(frozen=True)
-class Contrast:
-    """Real blocks and the stored negatives of their prefixes."""
-
-    positives: Blocks
-    negative_ids_PSC: np.ndarray
-    negative_length_PS: np.ndarray
-    prefix_length: int
-    states: Path | None = None  # where P_LM's states of all these blocks are, if they were kept
-
-    def __len__(self) -> int:
-        return len(self.positives)
-
-    @property
-    def num_stored(self) -> int:
-        return int(self.negative_ids_PSC.shape[1])
-
-    def batch(self, prefix_B: np.ndarray, sample_BK: np.ndarray) -> tuple[Tensor, Tensor]:
-        """Each real block, then the chosen stored negatives of its prefix: (B x J, T) ids and
-        lengths."""
-        rows_B1 = prefix_B[:, None]
-        real = self.positives.select(prefix_B)
-        num_blocks = 1 + sample_BK.shape[1]
-        ids_BJT = np.repeat(real.ids_BT[:, None], num_blocks, axis=1)
-        ids_BJT[:, 1:, self.prefix_length :] = self.negative_ids_PSC[rows_B1, sample_BK]
-        length_BK = self.prefix_length + self.negative_length_PS[rows_B1, sample_BK]
-        length_BJ = np.concatenate([real.length_B[:, None], length_BK], axis=1)
-        return (
-            torch.from_numpy(ids_BJT.reshape(-1, ids_BJT.shape[2])),
-            torch.from_numpy(length_BJ.reshape(-1)),
-        )
-
-
-def read_contrast(
-    blocks: Blocks, samples: SampleSet, block: BlockConfig, states: Path | None = None
-) -> Contrast:
-    """Put every stored negative beside the real block of its prefix."""
-    rows = join_rows(list(samples.rows()))
-    shape = (len(samples.block_P), samples.samples_per_prefix)
-    ids_PSC = np.empty((*shape, block.num_new_tokens), dtype=np.int64)
-    length_PS = np.empty(shape, dtype=np.int64)
-    ids_PSC[rows.prefix_N, rows.sample_N] = rows.ids_NC
-    length_PS[rows.prefix_N, rows.sample_N] = rows.length_N
-    real = blocks.select(samples.block_P)
-    return Contrast(real, ids_PSC, length_PS, block.prefix_length, states)
 
 
 def run(recipe: Recipe, run_dir: RunDirectory, progress: Progress = QUIET) -> None:
@@ -98,6 +49,9 @@ def run(recipe: Recipe, run_dir: RunDirectory, progress: Progress = QUIET) -> No
             progress.stage(SENTENCE.format(name=config.name, kind=config.kind, model=model))
             _make(recipe, config, run_dir, progress)
         forget_training(resume_folder(folder))
+    for entry in recipe.sums:
+        if not is_complete(run_dir.energy(entry.name)):
+            make_sum(recipe, entry, run_dir, progress)
     # Large, and of no more use once every HeaT has learnt from them.
     shutil.rmtree(run_dir.states, ignore_errors=True)
 
@@ -108,14 +62,9 @@ def _make(recipe: Recipe, config: EnergyConfig, run_dir: RunDirectory, progress:
     language_model = LanguageModel.from_pretrained(
         run_dir.language_model(name), precision=recipe.precision, device=recipe.device
     )
-    contrasts = {}
-    for split in SPLITS:
-        blocks = read_blocks(run_dir.blocks / f"{source_split(run_dir, split)}.arrow")
-        samples = open_samples(run_dir.negatives(name, split), language_model.fingerprint)
-        states = run_dir.states / name / split
-        contrasts[split] = read_contrast(
-            blocks, samples, recipe.block, states if is_complete(states) else None
-        )
+    contrasts = {
+        split: contrast_of(recipe, run_dir, name, split, language_model) for split in SPLITS
+    }
     energy = _initial_energy(recipe, config, run_dir, language_model)
     history = train_nce(
         energy,
