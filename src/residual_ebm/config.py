@@ -173,8 +173,10 @@ def _check_scratch(source: str, architecture: object, training: object) -> None:
 
 
 class HeadConfig(Section):
-    """Size of HeaT's bidirectional network."""
+    """Size of HeaT's bidirectional network, and what it reads of P_LM."""
 
+    # Layers, 1 the first, whose states are read beside those of the last.
+    layers: list[Count] = Field(default_factory=list)
     hidden_size: Count = 128
     num_layers: Count = 2
     num_heads: Count = 4
@@ -188,6 +190,8 @@ class HeadConfig(Section):
                 at="num_heads",
                 value=self.num_heads,
             )
+        if self.layers != sorted(set(self.layers)):
+            raise refusal("name each once, in rising order", at="layers", value=self.layers)
         return self
 
 

@@ -12,7 +12,7 @@ from residual_ebm.errors import UserError
 from residual_ebm.files.blocks import choose_blocks, read_blocks
 from residual_ebm.files.run_directory import RunDirectory, open_run
 from residual_ebm.files.samples import open_samples
-from residual_ebm.files.states import REAL, read_states
+from residual_ebm.files.states import REAL, WantedStates, open_states
 from residual_ebm.files.storage import is_complete
 from residual_ebm.models import kept_features
 from residual_ebm.models.energy import EnergyModel
@@ -44,7 +44,7 @@ def test_kept_states_are_those_of_reading_the_blocks(tiny_copy: Path) -> None:
         samples = open_samples(run_dir.negatives("base", split), lm.fingerprint)
         blocks = read_blocks(run_dir.blocks / f"{negatives.source_split(run_dir, split)}.arrow")
         contrast = read_contrast(blocks, samples, recipe.block)
-        shards = list(read_states(run_dir.states / "base" / split, lm.fingerprint))
+        shards = list(open_states(run_dir.states / "base" / split, lm.fingerprint).rows())
         sample_N = torch.cat([rows.sample_N for rows in shards])
         assert int((sample_N == REAL).sum()) == len(contrast)
         assert len(sample_N) == len(contrast) * (1 + contrast.num_stored)
@@ -94,7 +94,7 @@ def test_an_interrupted_drawing_goes_on_with_both(tiny_copy: Path) -> None:
 def test_states_of_another_language_model_are_refused(tiny_copy: Path) -> None:
     _, run_dir = drawn_again(tiny_copy)
     with pytest.raises(UserError, match="another language model"):
-        list(read_states(run_dir.states / "base" / "train", "another"))
+        open_states(run_dir.states / "base" / "train", "another")
 
 
 def test_too_many_states_are_not_kept(tiny_copy: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -124,7 +124,7 @@ def test_samples_of_a_prefix_may_lie_in_several_chunks(
         seed=0,
         progress=QUIET,
         label="negatives",
-        states=tmp_path / "states",
+        states=WantedStates(tmp_path / "states", []),
     )
     samples = open_samples(tmp_path / "samples", lm.fingerprint)
     assert sum(len(rows) for rows in samples.rows()) == 15
@@ -132,7 +132,7 @@ def test_samples_of_a_prefix_may_lie_in_several_chunks(
     every_block = contrast.batch(np.arange(3), np.tile(np.arange(5), (3, 1)))
     read, kept = KeptFeatures(energy, *every_block), KeptFeatures(energy, *every_block)
     read.compute(6, QUIET)
-    kept.load(read_states(tmp_path / "states", lm.fingerprint), blocks_per_prefix=6)
+    kept.load(open_states(tmp_path / "states", lm.fingerprint).rows(), [], blocks_per_prefix=6)
     expected = read(torch.arange(18))
     assert expected.std() > 0.01
     torch.testing.assert_close(kept(torch.arange(18)), expected, rtol=1e-3, atol=1e-3)

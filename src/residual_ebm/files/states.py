@@ -30,17 +30,39 @@ class StateRows(NamedTuple):
     entropy_NC: Tensor
 
 
+class WantedStates(NamedTuple):
+    """Where states are to be kept, and of which layers beside the last."""
+
+    folder: Path
+    layers: list[int]
+
+    def path(self, shard: Path) -> Path:
+        """Of the states of a shard of samples."""
+        return self.folder / f"{shard.stem}.safetensors"
+
+
 def write_states(path: Path, parts: Sequence[StateRows]) -> None:
     joined = (torch.cat(column).cpu().contiguous() for column in zip(*parts, strict=True))
     write_bytes(path, save(dict(zip(StateRows._fields, joined, strict=True))))
 
 
-def read_states(folder: Path, language_model: str) -> Iterator[StateRows]:
-    """Shard after shard, of the language model with this fingerprint."""
+class StateSet(NamedTuple):
+    """A folder of shards, checked against its manifest, and the layers whose states it has beside
+    those of the last."""
+
+    shards: list[Path]
+    layers: list[int]
+
+    def rows(self) -> Iterator[StateRows]:
+        for path in self.shards:
+            yield StateRows(**load_file(path))
+
+
+def open_states(folder: Path, language_model: str) -> StateSet:
+    """The states of the language model with this fingerprint."""
     manifest = check_manifest(folder)
     if manifest["language_model"] != language_model:
         raise UserError(
             "states", str(folder), "are of another language model; delete them and run again"
         )
-    for name in sorted(manifest["files"]):
-        yield StateRows(**load_file(folder / name))
+    return StateSet([folder / name for name in sorted(manifest["files"])], manifest["layers"])

@@ -30,6 +30,7 @@ from residual_ebm.models.energy_batches import encoder_batches
 from residual_ebm.models.energy_inputs import TextBridge, TextInputs
 from residual_ebm.models.energy_networks import HeadEnergy, TransformerEnergy
 from residual_ebm.models.language_model import LanguageModel, TokenFeatures, continuation_mask
+from residual_ebm.models.layer_states import check_layers
 from residual_ebm.models.loading import context_length, load_pretrained, load_tokenizer
 from residual_ebm.models.shared_prefix import can_share_prefix
 from residual_ebm.progress import QUIET, Progress
@@ -89,6 +90,7 @@ class EnergyModel:
         cls, head: HeadConfig, info: EnergyInfo, language_model: LanguageModel
     ) -> "EnergyModel":
         """HeaT on top of a language model."""
+        check_layers(language_model.model, head.layers, info.name)
         info = replace(info, head=head.model_dump())
         num_tokens = info.block_length - info.prefix_length
         network = HeadEnergy(language_model.hidden_size, num_tokens, head)
@@ -141,6 +143,11 @@ class EnergyModel:
             write_json(temporary / "training.json", training or {})
 
     @property
+    def state_layers(self) -> list[int]:
+        """Layers of P_LM that are read beside the last one."""
+        return list((self.info.head or {}).get("layers", []))
+
+    @property
     def num_parameters(self) -> int:
         return sum(parameter.numel() for parameter in self.network.parameters())
 
@@ -161,7 +168,7 @@ class EnergyModel:
             if prefix_length is None:
                 prefix_length = self.info.prefix_length
             self._check_continuation(ids_BT.shape[1], prefix_length)
-            features = self.language_model.features(ids_BT, prefix_length)
+            features = self.language_model.features(ids_BT, prefix_length, self.state_layers)
             mask_BC = continuation_mask(ids_BT, prefix_length, length_B).to(device)
             # Inference tensors may not be saved for backward: the LM is frozen, a copy is enough.
             return self.of_features(TokenFeatures(*(part.clone() for part in features)), mask_BC)

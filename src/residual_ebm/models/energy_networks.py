@@ -123,12 +123,15 @@ class HeadEnergy(nn.Module):
     def __init__(self, language_model_size: int, max_tokens: int, config: HeadConfig) -> None:
         super().__init__()
         size = config.hidden_size
-        self.hidden = nn.Sequential(
-            nn.LayerNorm(language_model_size), nn.Linear(language_model_size, size)
-        )
-        self.embedding = nn.Sequential(
-            nn.LayerNorm(language_model_size), nn.Linear(language_model_size, size)
-        )
+
+        def reader() -> nn.Sequential:
+            return nn.Sequential(
+                nn.LayerNorm(language_model_size), nn.Linear(language_model_size, size)
+            )
+
+        self.hidden = reader()
+        self.embedding = reader()
+        self.layers = nn.ModuleList(reader() for _ in config.layers)
         # P_LM's states tell one training block from another: without dropout on them as well, a
         # head learns a few thousand blocks by heart.
         self.dropout = nn.Dropout(config.dropout)
@@ -152,8 +155,12 @@ class HeadEnergy(nn.Module):
         dtype = self.scores.weight.dtype
         scores_BC2 = torch.stack([features.log_prob_BC, features.entropy_BC], dim=-1)
         position_C = torch.arange(mask_BC.shape[1], device=mask_BC.device)
+        states = features.hidden_BCH.to(dtype).chunk(1 + len(self.layers), dim=-1)
         hidden_BCF = (
-            self.hidden(self.dropout(features.hidden_BCH.to(dtype)))
+            sum(
+                read(self.dropout(state_BCH))
+                for read, state_BCH in zip([self.hidden, *self.layers], states, strict=True)
+            )
             + self.embedding(self.dropout(features.embedding_BCH.to(dtype)))
             + self.scores(scores_BC2.to(dtype))
             + self.position(position_C)

@@ -7,7 +7,7 @@ Shapes: N blocks, T tokens of a block, C of a continuation, H hidden size of P_L
 R some blocks at a time.
 """
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 
 import torch
 from torch import Tensor
@@ -15,6 +15,7 @@ from torch import Tensor
 from residual_ebm.files.states import REAL, StateRows
 from residual_ebm.models.energy import EnergyModel
 from residual_ebm.models.language_model import LanguageModel, TokenFeatures, continuation_mask
+from residual_ebm.models.layer_states import select_layers
 from residual_ebm.progress import Progress
 
 # The same everywhere: which way is taken changes last bits, and a run may go on elsewhere.
@@ -33,7 +34,8 @@ class KeptFeatures:
         self._ids_NC = ids_NT[:, prefix_length:]
         shape = self._ids_NC.shape
         dtype = language_model.model.dtype
-        self._hidden_NCH = torch.empty(*shape, language_model.hidden_size, dtype=dtype)
+        width = (1 + len(energy.state_layers)) * language_model.hidden_size
+        self._hidden_NCH = torch.empty(*shape, width, dtype=dtype)
         self._log_prob_NC = torch.empty(shape)
         self._entropy_NC = torch.empty(shape)
 
@@ -44,7 +46,7 @@ class KeptFeatures:
             for start in range(0, num_blocks, batch_size):
                 ids_BT = self._ids_NT[start : start + batch_size]
                 features = self._energy.language_model.features(
-                    ids_BT, self._energy.info.prefix_length
+                    ids_BT, self._energy.info.prefix_length, self._energy.state_layers
                 )
                 self._keep(
                     torch.arange(start, start + len(ids_BT)),
@@ -54,12 +56,15 @@ class KeptFeatures:
                 )
                 bar.advance(len(ids_BT))
 
-    def load(self, shards: Iterable[StateRows], blocks_per_prefix: int) -> None:
-        """Take what was kept when negatives were drawn; a prefix's blocks follow each other, the
-        real one first."""
+    def load(
+        self, shards: Iterable[StateRows], layers: Sequence[int], blocks_per_prefix: int
+    ) -> None:
+        """Take what was kept of these layers when negatives were drawn; a prefix's blocks follow
+        each other, the real one first."""
         for rows in shards:
             block_R = rows.prefix_N * blocks_per_prefix + rows.sample_N - REAL
-            self._keep(block_R, rows.hidden_NCH, rows.log_prob_NC, rows.entropy_NC)
+            hidden_RCH = select_layers(rows.hidden_NCH, layers, self._energy.state_layers)
+            self._keep(block_R, hidden_RCH, rows.log_prob_NC, rows.entropy_NC)
 
     def _keep(
         self, block_R: Tensor, hidden_RCH: Tensor, log_prob_RC: Tensor, entropy_RC: Tensor
@@ -69,9 +74,11 @@ class KeptFeatures:
         self._entropy_NC[block_R] = entropy_RC.cpu()
 
     @staticmethod
-    def fit(language_model: LanguageModel, num_blocks: int, num_tokens: int) -> bool:
-        """Whether so many blocks may be kept."""
-        numbers = num_blocks * num_tokens * language_model.hidden_size
+    def fit(
+        language_model: LanguageModel, num_blocks: int, num_tokens: int, num_layers: int = 0
+    ) -> bool:
+        """Whether so many blocks may be kept, with so many layers beside the last."""
+        numbers = num_blocks * num_tokens * (1 + num_layers) * language_model.hidden_size
         return numbers * language_model.model.dtype.itemsize <= _MAX_BYTES
 
     def __call__(self, block_B: Tensor) -> Tensor:

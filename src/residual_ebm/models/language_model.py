@@ -6,8 +6,7 @@ Shapes: B blocks, T tokens of a block, P tokens of a prefix, C = T - P tokens of
 N samples, G prefixes, V vocabulary, H hidden size.
 """
 
-from collections.abc import Iterator
-from contextlib import contextmanager
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -23,6 +22,7 @@ from residual_ebm.errors import UserError
 from residual_ebm.files.storage import fingerprint
 from residual_ebm.models.decoding import Decoded, Truncation, decode
 from residual_ebm.models.device import DTYPES, resolve_device, resolve_precision
+from residual_ebm.models.layer_states import states_captured
 from residual_ebm.models.loading import context_length, load_pretrained, load_tokenizer
 from residual_ebm.models.shared_prefix import can_share_prefix, forward_after_prefix
 from residual_ebm.models.vocabulary import token_statistics
@@ -45,7 +45,7 @@ class Samples:
 class TokenFeatures(NamedTuple):
     """What P_LM computes anyway for each token of a continuation."""
 
-    hidden_BCH: Tensor  # the state that predicted the token
+    hidden_BCH: Tensor  # the state that predicted the token, and those of further layers beside it
     embedding_BCH: Tensor  # of the token itself
     log_prob_BC: Tensor
     entropy_BC: Tensor  # of the distribution the token was drawn from
@@ -117,15 +117,19 @@ class LanguageModel:
         return log_prob_BC * continuation_mask(ids_BT, prefix_length, length_B).to(self.device)
 
     @torch.inference_mode()
-    def features(self, ids_BT: Tensor, prefix_length: int) -> TokenFeatures:
+    def features(
+        self, ids_BT: Tensor, prefix_length: int, layers: Sequence[int] = ()
+    ) -> TokenFeatures:
         """Hidden states, embeddings, log-probs and entropies of the continuation's tokens."""
         target_BC = ids_BT[:, prefix_length:].to(self.device)
-        hidden_BCH, logits_BCV = self._forward(ids_BT, prefix_length)
+        hidden_BCH, logits_BCV = self._forward(ids_BT, prefix_length, layers)
         log_prob_BC, entropy_BC = token_statistics(logits_BCV, target_BC)
         embedding_BCH = self.model.get_input_embeddings()(target_BC)
         return TokenFeatures(hidden_BCH, embedding_BCH, log_prob_BC, entropy_BC)
 
-    def _forward(self, ids_BT: Tensor, prefix_length: int) -> tuple[Tensor, Tensor]:
+    def _forward(
+        self, ids_BT: Tensor, prefix_length: int, layers: Sequence[int] = ()
+    ) -> tuple[Tensor, Tensor]:
         """The states that enter the vocabulary layer, and its logits, for the continuation.
 
         Rows that follow each other with the same prefix share it: it is computed once.
@@ -134,7 +138,8 @@ class LanguageModel:
         # The last token predicts nothing we score, so it is not read.
         ids_BL = ids_BT[:, :-1].to(self.device)
         # Autocast off: HeaT trains inside it, and P_LM must be the same there as everywhere else.
-        with self._states_captured(captured), torch.autocast(self.device.type, enabled=False):
+        capture = states_captured(self.model, captured, layers)
+        with capture, torch.autocast(self.device.type, enabled=False):
             if can_share_prefix(self.model):
                 logits = forward_after_prefix(self.model, ids_BL, prefix_length)
             else:
@@ -235,10 +240,12 @@ class LanguageModel:
         )
 
     @torch.inference_mode()
-    def sample_chunk_with_features(self, **arguments: Any) -> tuple[Decoded, TokenFeatures]:
+    def sample_chunk_with_features(
+        self, *, layers: Sequence[int] = (), **arguments: Any
+    ) -> tuple[Decoded, TokenFeatures]:
         """`sample_chunk`, and what the network computed for each token while it was drawn."""
         hidden: list[Tensor] = []
-        with self._states_captured(hidden):
+        with states_captured(self.model, hidden, layers):
             decoded = self.sample_chunk(**arguments)
         num_rows, num_tokens = decoded.ids_NC.shape
         # Many prefixes are read in several passes, before the first step.
@@ -255,17 +262,6 @@ class LanguageModel:
             decoded.log_prob_NC,
             decoded.entropy_NC,
         )
-
-    @contextmanager
-    def _states_captured(self, states: list[Tensor]) -> Iterator[None]:
-        """Collect what enters the vocabulary layer, pass by pass."""
-        handle = self.model.get_output_embeddings().register_forward_pre_hook(
-            lambda _module, inputs: states.append(inputs[0])
-        )
-        try:
-            yield
-        finally:
-            handle.remove()
 
 
 def end_of_text_id(tokenizer: PreTrainedTokenizerFast) -> int:

@@ -5,15 +5,16 @@ on text it has memorised is not its residual on new text.
 """
 
 import functools
-from pathlib import Path
 
 import numpy as np
 
-from residual_ebm.config import Recipe
+from residual_ebm.config import HeadConfig, Recipe
 from residual_ebm.files.blocks import Blocks, choose_blocks, read_blocks
 from residual_ebm.files.run_directory import RunDirectory
+from residual_ebm.files.states import WantedStates
 from residual_ebm.models.kept_features import KeptFeatures
 from residual_ebm.models.language_model import LanguageModel
+from residual_ebm.models.layer_states import union_of
 from residual_ebm.progress import QUIET, Progress
 from residual_ebm.stages.sampling import Drawing, draw_missing, note_missing_prefixes
 
@@ -59,19 +60,18 @@ def _states(
     name: str,
     split: str,
     num_prefixes: int,
-) -> Path | None:
+) -> WantedStates | None:
     """HeaT learns from P_LM's states: keeping them as negatives are drawn saves reading every
     block once more. The real blocks are read beside their negatives, in one batch: states of the
     two classes must not differ in how they were rounded."""
-    num_blocks = num_prefixes * (1 + recipe.negatives.samples_per_prefix)
-    fit = KeptFeatures.fit(language_model, num_blocks, recipe.block.num_new_tokens)
-    return run_dir.states / name / split if fit and heads_on(recipe, name) else None
-
-
-def heads_on(recipe: Recipe, language_model: str) -> list[str]:
-    """The names of the HeaT energies that read this language model's states."""
-    return [
-        config.name
+    heads = [
+        config.head or HeadConfig()
         for config in recipe.energies
-        if config.kind == "heat" and recipe.language_model_of(config) == language_model
+        if config.kind == "heat" and recipe.language_model_of(config) == name
     ]
+    layers = union_of([head.layers for head in heads])
+    num_blocks = num_prefixes * (1 + recipe.negatives.samples_per_prefix)
+    num_tokens = recipe.block.num_new_tokens
+    if not heads or not KeptFeatures.fit(language_model, num_blocks, num_tokens, len(layers)):
+        return None
+    return WantedStates(run_dir.states / name / split, layers)

@@ -23,12 +23,13 @@ from residual_ebm.files.samples import (
     shard_path,
     write_rows,
 )
-from residual_ebm.files.states import REAL, StateRows, write_states
+from residual_ebm.files.states import REAL, StateRows, WantedStates, write_states
 from residual_ebm.files.storage import check_manifest, is_complete, write_manifest
 from residual_ebm.models.decoding import UNTRUNCATED
 from residual_ebm.models.device import use_recipe_threads
 from residual_ebm.models.energy import EnergyModel
 from residual_ebm.models.language_model import LanguageModel, continuation_mask
+from residual_ebm.models.layer_states import select_layers, union_of
 from residual_ebm.progress import Progress
 from residual_ebm.randomness import derive_seed
 
@@ -46,8 +47,8 @@ class Drawing:
     folder: Callable[[str, str], Path]  # of a language model and a split
     # Energies of a language model that read its states as it draws, and where their log-weights go.
     heads: Callable[[LanguageModel, str, str], dict[Path, EnergyModel]] = lambda *_: {}
-    # Where the states of so many prefixes go that energies will learn from, if any do.
-    states: Callable[[LanguageModel, str, str, int], Path | None] = lambda *_: None
+    # States of so many prefixes that energies will learn from, if any do.
+    states: Callable[[LanguageModel, str, str, int], WantedStates | None] = lambda *_: None
 
 
 def draw_missing(
@@ -100,19 +101,19 @@ def draw_samples(
     progress: Progress,
     label: str,
     heads: Mapping[Path, EnergyModel] = MappingProxyType({}),
-    states: Path | None = None,
+    states: WantedStates | None = None,
 ) -> None:
     """`num_samples` continuations of the prefix of each block named by `block_P`.
 
     `heads` score them on the way, from the states they were drawn with; their log-weights lie
-    under the name of the shard in the folder that each is listed under. In the folder `states` the
+    under the name of the shard in the folder that each is listed under. As `states` the
     states themselves are kept, and those of the blocks' own continuations, read on the way as well.
     """
     shards = plan_shards(len(block_P), num_samples, sampling)
 
     def is_there(number: int) -> bool:
         path = shard_path(folder, number)
-        return path.exists() and (states is None or _states_path(states, path).exists())
+        return path.exists() and (states is None or states.path(path).exists())
 
     missing = [number for number in range(len(shards)) if not is_there(number)]
     for head_folder, energy in heads.items():
@@ -120,9 +121,7 @@ def draw_samples(
     with progress.bar(label, len(shards), len(shards) - len(missing)) as bar:
         for number in missing:
             parts = [
-                _draw_chunk(
-                    language_model, blocks, block_P, chunk, block, seed, heads, states is not None
-                )
+                _draw_chunk(language_model, blocks, block_P, chunk, block, seed, heads, states)
                 for chunk in shards[number]
             ]
             rows = join_rows([part.rows for part in parts])
@@ -132,17 +131,14 @@ def draw_samples(
                 write_log_weights(head_folder / path.name, rows.prefix_N, log_weight_N)
             if states is not None:
                 kept = [part.states for part in parts if part.states is not None]
-                write_states(_states_path(states, path), kept)
+                write_states(states.path(path), kept)
             write_rows(path, rows)  # last: a shard that is there has its log-weights and states
             bar.advance()
     if states is not None:
-        write_manifest(states, {"language_model": language_model.fingerprint})
+        info = {"language_model": language_model.fingerprint, "layers": states.layers}
+        write_manifest(states.folder, info)
     info = sample_manifest(block_P, num_samples, language_model.fingerprint, UNTRUNCATED.describe())
     write_manifest(folder, info)
-
-
-def _states_path(folder: Path, shard: Path) -> Path:
-    return folder / f"{shard.stem}.safetensors"
 
 
 class _Drawn(NamedTuple):
@@ -159,7 +155,7 @@ def _draw_chunk(
     block: BlockConfig,
     seed: int,
     heads: Mapping[Path, EnergyModel],
-    keep_states: bool,
+    wanted: WantedStates | None,
 ) -> _Drawn:
     numbers = np.arange(chunk.first_prefix, chunk.first_prefix + chunk.num_prefixes)
     samples = np.arange(chunk.first_sample, chunk.first_sample + chunk.num_samples)
@@ -175,24 +171,32 @@ def _draw_chunk(
         "truncation": UNTRUNCATED,
         "stop_at_end": block.continuation == "until_end",
     }
-    if keep_states and chunk.first_sample == 0:
+    if wanted is not None and chunk.first_sample == 0:
         arguments["given_ids_GC"] = ids_GT[:, block.prefix_length :]
         samples = np.append(REAL, samples)
     prefix_N, sample_N = np.repeat(numbers, len(samples)), np.tile(samples, chunk.num_prefixes)
     drawn_N = sample_N != REAL
     log_weights, states = {}, None
-    if heads or keep_states:
-        decoded, features = language_model.sample_chunk_with_features(**arguments)
+    if heads or wanted is not None:
+        layers = union_of([energy.state_layers for energy in heads.values()])
+        if wanted is not None:
+            layers = union_of([layers, wanted.layers])
+        decoded, features = language_model.sample_chunk_with_features(layers=layers, **arguments)
         mask_NC = continuation_mask(decoded.ids_NC, 0, decoded.length_N).to(language_model.device)
         for folder, energy in heads.items():
             with torch.inference_mode():
-                energy_N = energy.of_features(features, mask_NC)
+                energy_N = energy.of_features(
+                    features._replace(
+                        hidden_BCH=select_layers(features.hidden_BCH, layers, energy.state_layers)
+                    ),
+                    mask_NC,
+                )
             log_weights[folder] = log_weight(energy_N.float().cpu()).numpy()[drawn_N]
-        if keep_states:
+        if wanted is not None:
             states = StateRows(
                 torch.from_numpy(prefix_N),
                 torch.from_numpy(sample_N),
-                features.hidden_BCH,
+                select_layers(features.hidden_BCH, layers, wanted.layers),
                 features.log_prob_BC,
                 features.entropy_BC,
             )

@@ -20,7 +20,7 @@ from residual_ebm.config import EnergyConfig, HeadConfig, Recipe
 from residual_ebm.errors import UserError
 from residual_ebm.estimation.nce import nce_accuracy, nce_loss
 from residual_ebm.files.run_directory import RunDirectory
-from residual_ebm.files.states import read_states
+from residual_ebm.files.states import open_states
 from residual_ebm.files.storage import check_manifest, is_complete
 from residual_ebm.models.both_ways import is_bidirectional
 from residual_ebm.models.device import use_recipe_threads
@@ -236,7 +236,10 @@ def _energies_of(
 
     num_blocks = 1 + contrast.num_stored
     if energy.info.kind != "heat" or not KeptFeatures.fit(
-        energy.language_model, len(contrast) * num_blocks, contrast.negative_ids_PSC.shape[2]
+        energy.language_model,
+        len(contrast) * num_blocks,
+        contrast.negative_ids_PSC.shape[2],
+        len(energy.state_layers),
     ):
         return from_blocks
 
@@ -244,7 +247,8 @@ def _energies_of(
     every_PS = np.tile(np.arange(contrast.num_stored), (len(contrast), 1))
     kept = KeptFeatures(energy, *contrast.batch(every_P, every_PS))
     if contrast.states is not None:
-        kept.load(read_states(contrast.states, energy.language_model.fingerprint), num_blocks)
+        states = open_states(contrast.states, energy.language_model.fingerprint)
+        kept.load(states.rows(), states.layers, num_blocks)
     else:  # as many blocks at a time as a batch of validation has, whole prefixes each
         kept.compute(max(1, batch_size // num_blocks) * num_blocks, progress)
 

@@ -17,6 +17,7 @@ from residual_ebm.files.storage import check_manifest, is_complete, new_folder, 
 from residual_ebm.models.device import resolve_device, use_recipe_threads
 from residual_ebm.models.energy_inputs import same_vocabulary
 from residual_ebm.models.language_model import end_of_text_id
+from residual_ebm.models.layer_states import check_layers
 from residual_ebm.models.loading import load_pretrained, load_tokenizer
 from residual_ebm.models.ralm import RalmForCausalLM
 from residual_ebm.models.training import History, batch_indices, forget_training
@@ -62,6 +63,9 @@ def _make(
         model = _initial_model(recipe, config, tokenizer, len(tokenizer))
     else:
         model = _on_top_of(recipe, config, tokenizer, run_dir.language_model(config.residual_of))
+    for energy in recipe.energies:
+        if energy.head is not None and recipe.language_model_of(energy) == config.name:
+            check_layers(model, energy.head.layers, energy.name)  # before hours go into it
     model = model.to(resolve_device(recipe.device))
     folder = run_dir.language_model(config.name)
     history = History()
