@@ -42,6 +42,22 @@ RESULTS = {
             "time_at_many_to_few": 10.5,
             "time_with_heat_to_drawing": 1.05,
         },
+        "agreement": {
+            "unit": "",
+            "rows": [],
+            "sweep": [],
+            "ours_to": {},
+            "agreement": [
+                {
+                    "precision": "bfloat16",
+                    "num_samples": 2000,
+                    "mean_difference": -0.0025,
+                    "standard_error": 0.001,
+                    "largest_difference": 0.3,
+                    "same_twice": True,
+                }
+            ],
+        },
     },
 }
 
@@ -56,6 +72,7 @@ def test_the_page_holds_every_number(tmp_path: Path) -> None:
     assert "- theirs, batch 16: 700 tokens/s" in page
     assert "- theirs, batch 32: not installed" in page
     assert "Time of `ours, n = 10`: 10.50 times that of `ours, n = 1`." in page
+    assert "2,000 samples in bfloat16: log-prob as drawn minus log-prob as scored -0.00250" in page
     assert "Time of `heat`: 1.05 times that of `drawing`." in page
     assert "![How many times as fast as each alternative](speed.svg)" in page
     assert json.loads((tmp_path / "speed.json").read_text()) == RESULTS

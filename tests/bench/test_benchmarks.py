@@ -6,9 +6,11 @@ from pathlib import Path
 import pytest
 from rich.console import Console
 
+from residual_ebm.bench.agreement import compare
 from residual_ebm.bench.benchmarks import _ENGINES as ENGINES
 from residual_ebm.bench.benchmarks import BENCHMARKS, OURS, PRODUCTS, run_benchmarks
 from residual_ebm.bench.setting import Setting
+from residual_ebm.models.language_model import LanguageModel
 from residual_ebm.report.bench_table import print_benchmarks
 
 
@@ -38,14 +40,18 @@ def setting(tiny_run: Path, tmp_path_factory: pytest.TempPathFactory) -> Setting
         few_samples=3,
         many_samples=6,
         chunk_size=4,
+        agreeing_samples=20,
+        exact_samples=5,
         layers=1,
         hidden_size=16,
         vocabulary=50,
     )
 
 
-# decode-top-10 is decode with another argument.
-@pytest.mark.parametrize("name", [name for name in BENCHMARKS if name != "decode-top-10"])
+# decode-top-10 is decode with another argument; agreement is no race.
+@pytest.mark.parametrize(
+    "name", [name for name in BENCHMARKS if name not in ("decode-top-10", "agreement")]
+)
 def test_a_benchmark_measures_us_and_what_it_names(setting: Setting, name: str) -> None:
     results = run_benchmarks([name], setting)
     benchmark = results["benchmarks"][name]
@@ -68,3 +74,27 @@ def test_a_benchmark_measures_us_and_what_it_names(setting: Setting, name: str) 
     print_benchmarks(results, Console(file=output, width=120))
     for row_name in rows:
         assert row_name in output.getvalue()
+
+
+def test_the_decoder_agrees_with_the_scorer(setting: Setting) -> None:
+    results = run_benchmarks(["agreement"], setting)
+    checks = results["benchmarks"]["agreement"]["agreement"]
+    assert [check["num_samples"] for check in checks] == [5]  # float32 is its precision as well
+    for check in checks:
+        assert check["same_twice"]
+        assert check["largest_difference"] < 1e-4
+        assert abs(check["mean_difference"]) <= check["largest_difference"]
+    output = io.StringIO()
+    print_benchmarks(results, Console(file=output, width=300))
+    assert "5 samples in float32: log-prob as drawn minus" in output.getvalue()
+
+
+def test_a_scorer_that_disagrees_is_found_out(
+    setting: Setting, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    right = LanguageModel.log_prob
+    monkeypatch.setattr(LanguageModel, "log_prob", lambda *given: right(*given) + 0.1)
+    names = ("model", "text", "prefix_length", "num_tokens", "threads", "precision")
+    check = compare(**setting.take(*names), num_samples=5)
+    assert check["mean_difference"] == pytest.approx(-0.1 * setting.num_tokens, abs=1e-3)
+    assert check["largest_difference"] == pytest.approx(0.1 * setting.num_tokens, abs=1e-3)

@@ -13,6 +13,7 @@ from dataclasses import asdict
 from typing import Any
 
 import residual_ebm
+from residual_ebm.bench.agreement import agreement
 from residual_ebm.bench.setting import Setting
 from residual_ebm.bench.workers import Reading, Spec, alternate
 from residual_ebm.progress import QUIET, Progress
@@ -317,6 +318,17 @@ def _evaluate(setting: Setting, progress: Progress) -> dict[str, Any]:
     return result
 
 
+def _agreement(setting: Setting, progress: Progress) -> dict[str, Any]:
+    counts = {setting.precision: setting.agreeing_samples, "float32": setting.exact_samples}
+    checks = []
+    with progress.bar("agreement", len(counts)) as bar:
+        for precision, count in counts.items():
+            given = {**setting.take(*_DRAWING), "precision": precision, "num_samples": count}
+            checks.append(agreement(**given))
+            bar.advance()
+    return {"unit": "", "rows": [], "sweep": [], "ours_to": {}, "agreement": checks}
+
+
 BENCHMARKS: dict[str, Callable[[Setting, Progress], dict[str, Any]]] = {
     "decode": _decode,
     "decode-top-10": _decode_top_k,
@@ -325,6 +337,7 @@ BENCHMARKS: dict[str, Callable[[Setting, Progress], dict[str, Any]]] = {
     "train": _train,
     "train-nce": _train_nce,
     "evaluate": _evaluate,
+    "agreement": _agreement,
 }
 
 

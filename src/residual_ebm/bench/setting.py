@@ -31,6 +31,8 @@ class Setting:
     few_samples: int = 1000
     many_samples: int = 10_000
     chunk_size: int = 2000
+    agreeing_samples: int = 2000  # drawn and scored in `precision`
+    exact_samples: int = 200  # and in float32
     # The language model of the recipe `wiki`.
     layers: int = 4
     hidden_size: int = 256

@@ -33,11 +33,13 @@ def _markdown(results: dict[str, Any], chart: str, numbers: str) -> str:
         f"![How many times as fast as each alternative]({chart})",
     ]
     for name, benchmark in results["benchmarks"].items():
-        lines += ["", f"## {name}", "", *_table(benchmark)]
+        lines += ["", f"## {name}"]
+        if benchmark["rows"]:
+            lines += ["", *_table(benchmark)]
         for row in benchmark["rows"]:
             if row["rate"] is None:
                 lines += ["", f"{row['name']}: not measured ({row['error']})."]
-        for sentence in times(benchmark):
+        for sentence in sentences(benchmark):
             lines += ["", sentence]
         if benchmark["sweep"]:
             lines += ["", "Settings tried:", ""]
@@ -49,8 +51,22 @@ def _markdown(results: dict[str, Any], chart: str, numbers: str) -> str:
     return "\n".join(lines) + "\n"
 
 
-def times(benchmark: dict[str, Any]) -> list[str]:
-    """What a benchmark says of its own rows beside the table."""
+def sentences(benchmark: dict[str, Any]) -> list[str]:
+    """What a benchmark says beside its table."""
+    return [*_times(benchmark), *map(_agreement, benchmark.get("agreement", []))]
+
+
+def _agreement(check: dict[str, Any]) -> str:
+    same = "the same" if check["same_twice"] else "other"
+    return (
+        f"{check['num_samples']:,} samples in {check['precision']}: log-prob as drawn minus"
+        f" log-prob as scored {check['mean_difference']:+.5f} nats a continuation on average (standard error"
+        f" {check['standard_error']:.5f}), at most {check['largest_difference']:.5f}; drawn again"
+        f" with the same seed, {same} tokens."
+    )
+
+
+def _times(benchmark: dict[str, Any]) -> list[str]:
     names = [row["name"] for row in benchmark["rows"]]
     compared = {"time_at_many_to_few": (0, 1), "time_with_heat_to_drawing": (2, 3)}
     return [

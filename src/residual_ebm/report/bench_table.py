@@ -5,12 +5,12 @@ from typing import Any
 from rich.console import Console
 from rich.table import Table
 
-from residual_ebm.report.bench_page import times
+from residual_ebm.report.bench_page import sentences
 
 
 def print_benchmarks(results: dict[str, Any], console: Console) -> None:
     for name, benchmark in results["benchmarks"].items():
-        console.print(_table(name, benchmark))
+        console.print(_table(name, benchmark) if benchmark["rows"] else name)
         for line in _notes(benchmark):
             console.print(line, highlight=False, markup=False)
         console.print()
@@ -42,9 +42,10 @@ def _notes(benchmark: dict[str, Any]) -> list[str]:
         if row["rate"] is None
     ]
     rounds = max((len(row["seconds"]) for row in benchmark["rows"]), default=0)
-    notes.append(f"Medians of {rounds} rounds in which all took turns, a process each.")
+    if rounds:
+        notes.append(f"Medians of {rounds} rounds in which all took turns, a process each.")
     if benchmark["sweep"]:
         swept = [row for row in benchmark["sweep"] if row["rate"] is not None]
         tried = ", ".join(f"{row['name']} {row['rate']:,.0f}" for row in swept)
         notes.append(f"Settings tried, one turn each: {tried or 'none worked'}.")
-    return notes + times(benchmark)
+    return notes + sentences(benchmark)

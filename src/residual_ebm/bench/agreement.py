@@ -1,0 +1,77 @@
+"""Whether the quick ways agree with the plain ones, on the model that is measured.
+
+The decoder's log-prob of what it drew is compared with that of a pass over the finished block, and
+drawing twice with one seed must give the same tokens. That samples follow P_LM at all is shown by
+tests on languages small enough to enumerate.
+
+Shapes: N samples, C tokens, T tokens of a block.
+"""
+
+import math
+import multiprocessing
+from concurrent.futures import ProcessPoolExecutor
+from typing import Any
+
+import torch
+
+from residual_ebm.bench.inputs import real_blocks
+from residual_ebm.config import Precision
+from residual_ebm.models.decoding import UNTRUNCATED
+from residual_ebm.models.language_model import LanguageModel
+
+_BATCH = 50
+
+
+def agreement(**arguments: Any) -> dict[str, Any]:
+    """`compare` in a process of its own, like every candidate."""
+    context = multiprocessing.get_context("spawn")
+    with ProcessPoolExecutor(1, mp_context=context) as pool:
+        return pool.submit(compare, **arguments).result()
+
+
+def compare(
+    *,
+    model: str,
+    text: str,
+    precision: Precision,
+    prefix_length: int,
+    num_tokens: int,
+    num_samples: int,
+    threads: int,
+) -> dict[str, Any]:
+    """Differences of log-prob in nats a continuation, decoder minus scorer."""
+    torch.set_num_threads(threads)
+    language_model = LanguageModel.from_pretrained(model, precision=precision, device="cpu")
+    prefix_1P = real_blocks(text, language_model.tokenizer, 1, prefix_length)
+
+    def draw() -> tuple[torch.Tensor, torch.Tensor]:
+        decoded = language_model.sample_chunk(
+            prefix_1P,
+            prefix_numbers=[0],
+            first_sample=0,
+            num_samples=num_samples,
+            num_tokens=num_tokens,
+            seed=0,
+            truncation=UNTRUNCATED,
+            stop_at_end=False,
+        )
+        return decoded.ids_NC, decoded.log_prob_NC.double().sum(-1)
+
+    ids_NC, drawn_N = draw()
+    again_NC, _ = draw()
+    ids_NT = torch.cat([prefix_1P.expand(num_samples, -1), ids_NC], dim=1)
+    scored_N = torch.cat(
+        [
+            language_model.log_prob(part_BT, prefix_length).double().sum(-1)
+            for part_BT in ids_NT.split(_BATCH)
+        ]
+    )
+    difference_N = drawn_N - scored_N
+    return {
+        "precision": precision,
+        "num_samples": num_samples,
+        "mean_difference": float(difference_N.mean()),
+        "standard_error": float(difference_N.std() / math.sqrt(num_samples)),
+        "largest_difference": float(difference_N.abs().max()),
+        "same_twice": bool(torch.equal(ids_NC, again_NC)),
+    }
