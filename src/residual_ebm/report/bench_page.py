@@ -60,9 +60,9 @@ def _agreement(check: dict[str, Any]) -> str:
     same = "the same" if check["same_twice"] else "other"
     return (
         f"{check['num_samples']:,} samples in {check['precision']}: log-prob as drawn minus"
-        f" log-prob as scored {check['mean_difference']:+.5f} nats a continuation on average (standard error"
-        f" {check['standard_error']:.5f}), at most {check['largest_difference']:.5f}; drawn again"
-        f" with the same seed, {same} tokens."
+        f" log-prob as scored {check['mean_difference']:+.5f} nats a continuation on average"
+        f" (standard error {check['standard_error']:.5f}), at most"
+        f" {check['largest_difference']:.5f}; drawn again with the same seed, {same} tokens."
     )
 
 
