@@ -22,6 +22,7 @@ bench: $(STAMP)
 
 docs: $(STAMP)
 	$(BIN)/python -m residual_ebm.command_help > docs/commands.md
+	$(BIN)/python -m residual_ebm.report.results_page docs/results.md
 
 clean:
 	rm -rf $(VENV) build dist .pytest_cache .mypy_cache .ruff_cache .hypothesis

@@ -172,7 +172,7 @@ def results(run: Path) -> Output:
 
     run_dir = RunDirectory(run)
     run_dir.recipe()
-    data = run_dir.read_results()
+    data = {**run_dir.read_results(), "timings": run_dir.read_timings()}
     return Output(data, lambda: _show_results(data, run))
 
 

@@ -97,10 +97,15 @@ class RunDirectory:
         try:
             yield
         finally:
-            path = self.path / _TIMINGS
-            timings: dict[str, Any] = read_json(path) if path.exists() else {}
+            timings = self.read_timings()
             timings[stage] = round(timings.get(stage, 0.0) + time.monotonic() - start, 3)
-            write_json(path, timings)
+            write_json(self.path / _TIMINGS, timings)
+
+    def read_timings(self) -> dict[str, float]:
+        """Seconds that each stage took, over all the times it was run."""
+        path = self.path / _TIMINGS
+        timings: dict[str, float] = read_json(path) if path.exists() else {}
+        return timings
 
 
 def _begun(path: Path) -> bool:

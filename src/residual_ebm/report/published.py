@@ -8,6 +8,11 @@ from importlib import resources
 from typing import Any
 
 
+def published_names() -> list[str]:
+    folder = resources.files("residual_ebm") / "published"
+    return sorted(file.name.removesuffix(".json") for file in folder.iterdir())
+
+
 def read_published(name: str) -> dict[str, Any] | None:
     """The published results of a recipe; None when there are none."""
     file = resources.files("residual_ebm") / "published" / f"{name}.json"

@@ -26,16 +26,16 @@ def _perplexity_table(results: dict[str, Any]) -> Table:
     for heading in ("params", "val", "test", "95 %", "minus base", "ESS", "flags"):
         table.add_column(heading, justify="right", no_wrap=True)
     for row in results["language_models"]:
-        _add_exact(table, row["name"], row, _count(row["parameters"]))
+        _add_exact(table, row["name"], row, count_text(row["parameters"]))
     for row in results["joint_models"]:
         test = row["test"]
         table.add_row(
             escape(row["name"]),
-            _count(row["parameters"]),
-            _bounds(row["validation"]),
-            _bounds(test),
-            _interval(test["published"]),
-            _signed(test["difference_from_base"]),
+            count_text(row["parameters"]),
+            bounds_text(row["validation"]),
+            bounds_text(test),
+            interval_text(test["published"]),
+            signed_text(test["difference_from_base"]),
             f"{test['effective_sample_size']:.0f}",
             str(len(test["flags"]) or "-"),
         )
@@ -45,8 +45,8 @@ def _perplexity_table(results: dict[str, Any]) -> Table:
 
 
 def _add_exact(table: Table, name: str, row: dict[str, Any], parameters: str) -> None:
-    values = (_number(row["validation"]["value"]), _number(row["test"]["value"]))
-    table.add_row(escape(name), parameters, *values, _interval(row["test"]["published"]))
+    values = (number_text(row["validation"]["value"]), number_text(row["test"]["value"]))
+    table.add_row(escape(name), parameters, *values, interval_text(row["test"]["published"]))
 
 
 def _caption(results: dict[str, Any]) -> str:
@@ -72,10 +72,10 @@ def _print_fine_tuning(results: dict[str, Any], console: Console) -> None:
     if published is None or published["corpus"] != results["corpus"]:
         return
     curve = ", ".join(
-        f"{_number(value)} after {steps} steps" for steps, value in fine_tuning_curve(published)
+        f"{number_text(value)} after {steps} steps" for steps, value in fine_tuning_curve(published)
     )
     joint = ", ".join(
-        f"{row['name']} {_bounds(row['test'])}"
+        f"{row['name']} {bounds_text(row['test'])}"
         for row in published["joint_models"]
         if not row["scaled"]
     )
@@ -97,15 +97,15 @@ def _print_flags(results: dict[str, Any], console: Console) -> None:
         )
     for row in results["language_models"]:
         console.print(
-            f"{row['name']}: perplexity {_number(row['train']['value'])} on training text,"
-            f" {_number(row['test']['value'])} on test text.",
+            f"{row['name']}: perplexity {number_text(row['train']['value'])} on training text,"
+            f" {number_text(row['test']['value'])} on test text.",
             markup=False,
             highlight=False,
         )
     for row in results["joint_models"]:
         test = row["test"]
         bounds = ", ".join(
-            f"{_number(at['lower'])}-{_number(at['upper'])} at n = {at['num_samples']}"
+            f"{number_text(at['lower'])}-{number_text(at['upper'])} at n = {at['num_samples']}"
             for at in test["bounds_at"]
         )
         console.print(
@@ -151,31 +151,31 @@ def _tail(text: str) -> str:
     return "... " + words[-_SHOWN_OF_A_PREFIX:].partition(" ")[2]
 
 
-def _count(value: int) -> str:
+def count_text(value: int) -> str:
     for size, unit in ((10**9, "B"), (10**6, "M"), (10**3, "k")):
         if value >= size:
             return f"{value / size:.1f} {unit}"
     return str(value)
 
 
-def _number(value: float | None) -> str:
+def number_text(value: float | None) -> str:
     if value is None:
         return "?"
     digits = 2 if abs(value) < 100 else 1 if abs(value) < 1000 else 0
     return f"{value:.{digits}f}"
 
 
-def _bounds(row: dict[str, Any]) -> str:
-    return f"{_number(row['lower'])}-{_number(row['upper'])}"
+def bounds_text(row: dict[str, Any]) -> str:
+    return f"{number_text(row['lower'])}-{number_text(row['upper'])}"
 
 
-def _interval(interval: dict[str, float | None]) -> str:
+def interval_text(interval: dict[str, float | None]) -> str:
     if interval["low"] is None or interval["high"] is None:
         return "one document"
-    return f"{_number(interval['low'])}-{_number(interval['high'])}"
+    return f"{number_text(interval['low'])}-{number_text(interval['high'])}"
 
 
-def _signed(interval: dict[str, float | None]) -> str:
+def signed_text(interval: dict[str, float | None]) -> str:
     if interval["low"] is None or interval["high"] is None:
         return "one document"
     digits = 2 if max(abs(interval["low"]), abs(interval["high"])) < 10 else 1

@@ -29,6 +29,7 @@ from residual_ebm.estimation.perplexity import (
 )
 from residual_ebm.files.log_weights import REAL, RealContinuations, read_log_weights, read_real
 from residual_ebm.files.run_directory import RunDirectory
+from residual_ebm.files.source_commit import source_commit
 from residual_ebm.files.storage import check_manifest, read_json, write_json
 from residual_ebm.models.device import use_recipe_threads
 from residual_ebm.models.energy import EnergyModel
@@ -65,6 +66,7 @@ def run(recipe: Recipe, run_dir: RunDirectory, progress: Progress = QUIET) -> No
         "reference": recipe.reference,
         "corpus": recipe.corpus.path,
         "version": residual_ebm.__version__,
+        "commit": source_commit(),
         "seed": recipe.seed,
         "continuation": recipe.block.continuation,
         "prefix_length": recipe.block.prefix_length,
@@ -79,6 +81,7 @@ def run(recipe: Recipe, run_dir: RunDirectory, progress: Progress = QUIET) -> No
         "joint_models": rows,
         "best_energy": best,
         "examples": choose_examples(recipe, run_dir, best) if best else [],
+        "resolved_recipe": recipe.model_dump(mode="json"),
     }
     write_json(run_dir.results, plain_numbers(results))
 

@@ -1,0 +1,213 @@
+"""docs/results.md: every published result as a page, made from the numbers alone.
+
+A published result is what `rebm results RUN --json` printed for a finished run.
+"""
+
+import argparse
+import io
+from pathlib import Path
+from typing import Any
+
+from residual_ebm.files.storage import write_bytes
+from residual_ebm.report.published import published_names, read_published
+from residual_ebm.report.table import (
+    bounds_text,
+    count_text,
+    interval_text,
+    number_text,
+    signed_text,
+)
+
+_COLUMNS = (
+    "model",
+    "params",
+    "tokens read",
+    "validation",
+    "test",
+    "95 %",
+    "minus base",
+    "gain",
+    "ESS",
+    "k-hat passes",
+)
+
+
+def results_page(published: dict[str, dict[str, Any]]) -> str:
+    lines = [
+        "# Results",
+        "",
+        "Made by `make docs` from `src/residual_ebm/published/`; each file there is what"
+        " `rebm results RUN --json` printed for a run of the recipe of that name.",
+        "",
+        "*Tokens read*: by the network of the row while it trained, not by what it started from."
+        " *Test*: perplexity; of joint models from the lower to the upper bound. *95 %*: bootstrap"
+        " over documents. *Minus base*: the paired difference of the upper bound from the language"
+        " model that the energy corrects, 95 %. *Gain*: how far the upper bound lies below that"
+        " model. *ESS*: effective sample size. *k-hat passes*: for so many prefixes the tail of the"
+        " weights is light enough to trust the estimate.",
+    ]
+    for name, results in published.items():
+        lines += ["", *_section(name, results)]
+    return "\n".join(lines) + "\n"
+
+
+def _section(name: str, results: dict[str, Any]) -> list[str]:
+    counts, num_tokens = results["num_prefixes"], results["block_length"]
+    num_tokens -= results["prefix_length"]
+    recipe = results["resolved_recipe"]
+    commit = f", commit {results['commit'][:10]}" if results.get("commit") else ""
+    lines = [
+        f"## {name}",
+        "",
+        f"{recipe['description']}. `rebm run {name}`, version {results['version']}{commit};"
+        f" {_times(results['timings'])}.",
+        "",
+        f"{counts['test']} test prefixes and {counts['validation']} validation prefixes of"
+        f" {results['prefix_length']} tokens, the next {num_tokens} scored;"
+        f" n = {results['num_samples']} proposals a prefix.",
+        "",
+        "| " + " | ".join(_COLUMNS) + " |",
+        "| --- |" + " ---: |" * (len(_COLUMNS) - 1),
+        *(_language_model_row(row, recipe) for row in results["language_models"]),
+        *(_joint_row(row, results) for row in results["joint_models"]),
+        "",
+        f"![Validation losses of {name}](results-{name}.svg)",
+    ]
+    for row in results["joint_models"]:
+        if row["scaled"]:
+            continue
+        test = row["test"]
+        bounds = ", ".join(
+            f"{bounds_text(at)} at n = {at['num_samples']}" for at in test["bounds_at"]
+        )
+        lines += ["", f"- {row['name']}: {bounds}; log Z {test['log_partition_mean']:+.3f} ±"]
+        lines[-1] += f" {test['log_partition_spread']:.3f} over prefixes." + "".join(
+            f" Flag: {flag}." for flag in test["flags"]
+        )
+    return lines + _trials(results)
+
+
+def _times(timings: dict[str, float]) -> str:
+    parts = [f"{stage} {seconds / 60:.0f}" for stage, seconds in timings.items() if seconds >= 30]
+    return f"{sum(timings.values()) / 60:.0f} minutes in all ({', '.join(parts)})"
+
+
+def _trials(results: dict[str, Any]) -> list[str]:
+    """Learning rates that were tried, each for a tenth of the steps."""
+    lines = []
+    for row in [*results["language_models"], *results["joint_models"]]:
+        trials = row["training"].get("trials") or []
+        if trials and not row.get("scaled"):
+            tried = ", ".join(
+                f"{trial['learning_rate']:g} "
+                + ("lost" if trial["loss"] is None else f"{trial['loss']:.3f}")
+                for trial in trials
+            )
+            chosen = row["training"]["learning_rate"]
+            lines += ["", f"- {row['name']}: validation loss at each learning rate after a tenth"]
+            lines[-1] += f" of the steps: {tried}; {chosen:g} was taken."
+    return lines
+
+
+def _language_model_row(row: dict[str, Any], recipe: dict[str, Any]) -> str:
+    config = next(entry for entry in recipe["language_models"] if entry["name"] == row["name"])
+    read = _steps_done(row, config) * recipe["block"]["length"]
+    cells = [
+        row["name"],
+        count_text(row["parameters"]),
+        count_text(read) if read else "",
+        number_text(row["validation"]["value"]),
+        number_text(row["test"]["value"]),
+        interval_text(row["test"]["published"]),
+    ]
+    return "| " + " | ".join([*cells, "", "", "", ""]) + " |"
+
+
+def _joint_row(row: dict[str, Any], results: dict[str, Any]) -> str:
+    recipe, test = results["resolved_recipe"], row["test"]
+    base = next(
+        entry for entry in results["language_models"] if entry["name"] == row["language_model"]
+    )
+    cells = [
+        row["name"],
+        count_text(row["parameters"]),
+        "" if row["scaled"] else _read_by_energy(row, recipe),
+        bounds_text(row["validation"]),
+        bounds_text(test),
+        interval_text(test["published"]),
+        signed_text(test["difference_from_base"]),
+        f"{1 - test['upper'] / base['test']['value']:.1%}",
+        f"{test['effective_sample_size']:.0f}",
+        f"{1 - test['share_past_pareto_k']:.0%}",
+    ]
+    return "| " + " | ".join(cells) + " |"
+
+
+def _read_by_energy(row: dict[str, Any], recipe: dict[str, Any]) -> str:
+    configs = [entry for entry in recipe["energies"] if entry["name"] == row["energy"]]
+    if not configs:
+        return ""  # a sum of others
+    block, config = recipe["block"], configs[0]
+    # HeaT reads continuations alone.
+    skipped = block["prefix_length"] if config["kind"] == "heat" else 0
+    blocks = _steps_done(row, config) * (1 + config["negatives_per_positive"])
+    return count_text(blocks * (block["length"] - skipped))
+
+
+def _steps_done(row: dict[str, Any], config: dict[str, Any]) -> int:
+    """Items that a training saw: steps until its last validation, times the batch size."""
+    validations = row["training"].get("validations")
+    if not validations or config["training"] is None:
+        return 0
+    return int(validations[-1]["step"]) * int(config["training"]["batch_size"])
+
+
+def curves(results: dict[str, Any]) -> bytes:
+    """Validation losses by step, language models and energies apart."""
+    import matplotlib
+
+    matplotlib.use("svg")
+    from matplotlib import pyplot
+
+    plain = [row for row in results["joint_models"] if not row["scaled"]]
+    groups = {"language models": results["language_models"], "energies": plain}
+    with matplotlib.rc_context({"svg.hashsalt": "residual-ebm", "svg.fonttype": "none"}):
+        figure, both = pyplot.subplots(1, 2, figsize=(9, 3.4))
+        for axes, (title, rows) in zip(both, groups.items(), strict=True):
+            for row in rows:
+                points = row["training"].get("validations") or []
+                steps = [point["step"] for point in points]
+                losses = [point["loss"] for point in points]
+                if len(points) > 1:
+                    axes.plot(steps, losses, marker="o", markersize=3, label=row["name"])
+                elif points:
+                    axes.plot(steps, losses, "o", label=row["name"])
+            axes.set_title(title)
+            axes.set_xlabel("step")
+            axes.set_ylabel("validation loss")
+            axes.spines[["top", "right"]].set_visible(False)
+            if axes.has_data():
+                axes.legend(fontsize=7, frameon=False)
+        image = io.BytesIO()
+        figure.savefig(image, format="svg", bbox_inches="tight", metadata={"Date": None})
+        pyplot.close(figure)
+    return image.getvalue()
+
+
+def write_results_page(path: Path) -> None:
+    """The page, with a chart beside it for each result."""
+    published = {name: read_published(name) for name in published_names()}
+    complete = {
+        name: results
+        for name, results in published.items()
+        if results is not None and "resolved_recipe" in results
+    }
+    for name, results in complete.items():
+        write_bytes(path.with_name(f"results-{name}.svg"), curves(results))
+    write_bytes(path, results_page(complete).encode())
+
+
+if __name__ == "__main__":
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("path", type=Path)
+    write_results_page(parser.parse_args().path)
