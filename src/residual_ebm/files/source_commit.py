@@ -7,8 +7,8 @@ _PACKAGE = Path(__file__).parent.parent
 
 
 def source_commit(folder: Path = _PACKAGE) -> str | None:
-    """The commit of the working copy that a package runs from, "+" behind it where files differ from
-    it; None for an installed package, whose version says it all."""
+    """The commit of the working copy that a package runs from, with "+" where files differ from it;
+    None for an installed package, whose version says it all."""
     # An environment inside somebody else's repository is not a working copy of ours.
     if _git(folder, "ls-files", "--error-unmatch", "__init__.py") is None:
         return None
