@@ -70,6 +70,7 @@ def assert_same_as_uninterrupted(out: Path, tiny_run: Path) -> None:
     assert lines == read_lines(tiny_run / "metrics.jsonl")
     assert not list(out.rglob(".partial-*"))
     assert not list(out.rglob("*.training"))
+    assert not (out / "states").exists()
 
 
 def progress(out: Path) -> int:

@@ -250,7 +250,8 @@ class SumConfig(Section):
 class SamplingConfig(Section):
     """Chunk sizes belong to the recipe: batch shape changes the last bits of bfloat16."""
 
-    chunk_size: Count = 512  # rows decoded together
+    # Rows decoded together; where HeaT learns from negatives, real blocks come on top.
+    chunk_size: Count = 512
     chunks_per_shard: Count = 8
 
 
@@ -298,7 +299,7 @@ class Recipe(Section):
             names = [entry.name for entry in getattr(self, kind)]
             for name in names:
                 if names.count(name) > 1:
-                    at = kind.replace("corrections", "energies")
+                    at = kind.replace("corrections", "energies and sums")
                     raise refusal("is there twice; rename one", at=at, value=name)
         models = [model.name for model in self.language_models]
         plain = [model.name for model in self.language_models if model.residual_of is None]

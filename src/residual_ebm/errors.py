@@ -15,3 +15,7 @@ class UserError(Exception):
         shown = value if isinstance(value, str) else repr(value)
         # One line, whatever the value contained: a path with a newline must not break it.
         super().__init__(" ".join(f"{field} = {shown}: {remedy}".split()))
+
+    def __reduce__(self) -> tuple[type["UserError"], tuple[str, object, str]]:
+        """It may come from another process."""
+        return UserError, (self.field, self.value, self.remedy)

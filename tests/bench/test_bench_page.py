@@ -55,6 +55,7 @@ RESULTS = {
                     "standard_error": 0.001,
                     "largest_difference": 0.3,
                     "same_twice": True,
+                    "error": None,
                 }
             ],
         },

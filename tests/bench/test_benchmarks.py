@@ -1,6 +1,7 @@
 """Every benchmark runs to its end on tiny models, ours and the alternatives."""
 
 import io
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -98,3 +99,12 @@ def test_a_scorer_that_disagrees_is_found_out(
     check = compare(**setting.take(*names), num_samples=5)
     assert check["mean_difference"] == pytest.approx(-0.1 * setting.num_tokens, abs=1e-3)
     assert check["largest_difference"] == pytest.approx(0.1 * setting.num_tokens, abs=1e-3)
+
+
+def test_what_cannot_be_compared_is_told_and_nothing_is_lost(setting: Setting) -> None:
+    results = run_benchmarks(["agreement"], replace(setting, model="no/such/model"))
+    (check,) = results["benchmarks"]["agreement"]["agreement"]
+    assert check["error"].startswith("UserError: ")
+    output = io.StringIO()
+    print_benchmarks(results, Console(file=output, width=300))
+    assert "5 samples in float32: not compared (UserError" in output.getvalue()

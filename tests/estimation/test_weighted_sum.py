@@ -4,6 +4,7 @@ import numpy as np
 import pytest
 from scipy.stats import norm
 
+from residual_ebm.errors import UserError
 from residual_ebm.estimation.nce import nce_loss
 from residual_ebm.estimation.weighted_sum import WeightedSum, fit_weighted_sum
 
@@ -53,3 +54,25 @@ def test_energies_that_separate_the_classes_have_finite_weights() -> None:
     fitted = fit_weighted_sum(np.full((10, 2), -1.0), np.full((10, 2), 1.0))
     assert np.isfinite(fitted.weight_M).all()
     assert fitted(np.array([[-1.0, -1.0]]))[0] < -3
+
+
+def test_an_energy_of_tiny_scale_counts_as_much() -> None:
+    positive, negative = two_views(50_000)
+    scale = np.array([1e-4, 1.0])
+    fitted = fit_weighted_sum(scale * positive, scale * negative)
+    np.testing.assert_allclose(scale * fitted.weight_M, [1, 1], atol=0.03)
+
+
+def test_an_energy_that_says_nothing_is_left_out() -> None:
+    positive, negative = two_views(50_000)
+    positive[:, 1] = negative[:, 1] = 0.0
+    fitted = fit_weighted_sum(positive, negative)
+    assert fitted.weight_M[0] == pytest.approx(1, abs=0.03)
+    assert np.isfinite(fitted.weight_M).all()
+
+
+def test_a_broken_energy_is_refused() -> None:
+    positive, negative = two_views(10)
+    negative[3, 1] = np.nan
+    with pytest.raises(UserError, match="an energy of the sum is broken"):
+        fit_weighted_sum(positive, negative)

@@ -3,6 +3,7 @@
 import errno
 import json
 import os
+import shutil
 import signal
 import subprocess
 import sys
@@ -16,6 +17,7 @@ import torch
 from safetensors.torch import save_file
 
 from residual_ebm.errors import UserError
+from residual_ebm.files import storage
 from residual_ebm.files.run_directory import RECIPE, RunDirectory, open_run
 from residual_ebm.files.storage import (
     MANIFEST,
@@ -511,3 +513,18 @@ def test_timings_add_up_over_interrupted_runs(tmp_path: Path) -> None:
     timings = read_json(tmp_path / "timings.json")
     assert 100 <= timings["prepare"] < 101
     assert timings["train-lm"] == 5
+
+
+def test_a_deleted_folder_is_gone_at_once_or_a_leftover(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    folder = tmp_path / "states"
+    storage.delete_folder(folder)  # which is not there
+    (folder / "inner").mkdir(parents=True)
+    (folder / "inner" / "file").write_text("x")
+    with monkeypatch.context() as patch:
+        patch.setattr(shutil, "rmtree", lambda *_: None)  # killed half way
+        storage.delete_folder(folder)
+    assert not folder.exists()
+    storage.remove_leftovers(tmp_path)
+    assert list(tmp_path.iterdir()) == []

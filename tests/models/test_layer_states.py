@@ -15,6 +15,7 @@ from residual_ebm.models.energy import EnergyModel
 from residual_ebm.models.kept_features import KeptFeatures
 from residual_ebm.models.language_model import LanguageModel, continuation_mask
 from residual_ebm.models.layer_states import check_layers, select_layers, union_of
+from residual_ebm.models.ralm import RalmForCausalLM
 from residual_ebm.progress import QUIET
 
 SIZES: dict[str, Any] = {"vocab_size": 16, "num_hidden_layers": 3, "hidden_size": 8}
@@ -111,8 +112,7 @@ def test_heads_on_other_layers_share_what_was_kept() -> None:
         torch.testing.assert_close(kept(torch.arange(6)).detach(), expected, rtol=1e-3, atol=1e-4)
 
 
-def test_each_layer_matters() -> None:
-    """A head that is given two layers the wrong way round says something else."""
+def test_layers_are_taken_out_by_number() -> None:
     states = torch.randn(2, 3, 3 * 4)
     swapped = torch.cat([states[..., :4], states[..., 8:], states[..., 4:8]], dim=-1)
     torch.testing.assert_close(select_layers(states, [2, 5], [5]), swapped[..., :8])
@@ -133,3 +133,37 @@ def test_a_layer_that_is_not_there_is_refused() -> None:
 def test_layers_that_make_no_sense_are_refused(layers: list[int]) -> None:
     with pytest.raises(ValueError, match=r"rising order|greater than or equal"):
         HeadConfig(layers=layers)
+
+
+def test_one_layer_is_a_layer() -> None:
+    config = AutoConfig.for_model("llama", **{**FAMILIES["llama"], "num_hidden_layers": 1})
+    model = AutoModelForCausalLM.from_config(config)
+    check_layers(model, [1], "heat")
+    with pytest.raises(UserError, match="has 1 layers"):
+        check_layers(model, [2], "heat")
+
+
+def test_layers_of_another_width_than_the_last_are_refused() -> None:
+    config = AutoConfig.for_model(
+        "opt",
+        vocab_size=16,
+        hidden_size=8,
+        num_hidden_layers=2,
+        ffn_dim=8,
+        num_attention_heads=2,
+        word_embed_proj_dim=4,
+    )
+    with pytest.raises(UserError, match="cannot be told apart"):
+        check_layers(AutoModelForCausalLM.from_config(config), [1], "heat")
+
+
+def test_a_residual_has_the_layers_of_its_base() -> None:
+    base, residual = (language_model("llama").model for _ in range(2))
+    lm = LanguageModel(RalmForCausalLM.of(base, residual), toys.word_tokenizer())
+    features = lm.features(IDS_BT, 3, layers=[2])
+    with torch.inference_mode():
+        reported = base(IDS_BT, output_hidden_states=True).hidden_states
+    expected = torch.cat([reported[layer][:, 2:-1] for layer in (-1, 2)], dim=-1)
+    torch.testing.assert_close(features.hidden_BCH, expected, rtol=1e-4, atol=1e-5)
+    with pytest.raises(UserError, match="has 3 layers"):
+        check_layers(lm.model, [4], "heat")

@@ -8,7 +8,7 @@ import pytest
 from rich.console import Console
 
 from residual_ebm.errors import UserError
-from residual_ebm.recipe_file import load_recipe, recipe_names
+from residual_ebm.recipe_file import check_recipe, load_recipe, recipe_names
 from residual_ebm.report.plan_table import print_plan
 from residual_ebm.stages.plan import plan
 
@@ -59,10 +59,24 @@ def test_costs_are_the_arithmetic_that_is_documented() -> None:
     activations = batch * length * layers * width * (34 + 5 * heads * length / width)
     assert base["memory_bytes"] == pytest.approx(16 * base["parameters"] + activations)
     assert rows["heat"]["frozen_parameters"] == base["parameters"]
-    drawn = {row["what"]: row for row in planned["work"]}["proposals of base"]
+    new = recipe.block.num_new_tokens
+    for name, read in {
+        "unit": recipe.block.prefix_length + 2 * new,  # a prefix once for both its blocks
+        "bit": 2 * length,
+        "heat": 2 * new,
+    }.items():
+        learning = next(entry for entry in recipe.energies if entry.name == name)
+        assert learning.negatives_per_positive == 1
+        items = learning.training.steps * learning.training.batch_size
+        assert rows[name]["tokens"] == items * read
+    work = {row["what"]: row for row in planned["work"]}
+    learnt = recipe.negatives.num_prefixes + recipe.negatives.num_validation_prefixes
+    # The real block of each prefix is read beside its negatives, for HeaT.
+    per_prefix = recipe.negatives.samples_per_prefix + 1
+    assert work["negatives of base"]["blocks"] == learnt * per_prefix
+    drawn = work["proposals of base"]
     prefixes = recipe.proposals.num_validation_prefixes + recipe.proposals.num_test_prefixes
     assert drawn["blocks"] == prefixes * recipe.proposals.num_samples
-    new = recipe.block.num_new_tokens
     assert drawn["tokens"] == drawn["blocks"] * new + prefixes * recipe.block.prefix_length
     total = sum(row["flops"] for row in [*planned["networks"], *planned["work"]])
     assert planned["flops"] == pytest.approx(total)
@@ -112,3 +126,16 @@ def test_every_row_is_shown() -> None:
 def test_an_architecture_is_only_stated_of_a_pretrained_source() -> None:
     with pytest.raises(UserError, match=r"architecture.*only of a pretrained source"):
         load_recipe("tiny", ["energies.bit.architecture={model_type: bert}"])
+
+
+def test_sums_are_counted_and_layers_checked() -> None:
+    tree = load_recipe("tiny").model_dump(mode="json")
+    tree["sums"] = [{"name": "both", "members": ["heat", "bit"]}]
+    work = {row["what"]: row for row in plan(check_recipe(tree))["work"]}
+    negatives = tree["negatives"]
+    blocks = negatives["num_validation_prefixes"] * (1 + negatives["samples_per_prefix"])
+    assert work["heat for both"]["blocks"] == work["bit for both"]["blocks"] == blocks
+    heat = next(entry for entry in tree["energies"] if entry["name"] == "heat")
+    heat["head"]["layers"] = [3]
+    with pytest.raises(UserError, match=r"energies\.heat\.head\.layers.*3.*has 2 layers"):
+        plan(check_recipe(tree))

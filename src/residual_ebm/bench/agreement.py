@@ -22,11 +22,17 @@ from residual_ebm.models.language_model import LanguageModel
 _BATCH = 50
 
 
-def agreement(**arguments: Any) -> dict[str, Any]:
-    """`compare` in a process of its own, like every candidate."""
+def agreement(*, timeout: float, **arguments: Any) -> dict[str, Any]:
+    """`compare` in a process of its own, like every candidate; `error` is why there is nothing."""
     context = multiprocessing.get_context("spawn")
+    told = {name: arguments[name] for name in ("precision", "num_samples")}
     with ProcessPoolExecutor(1, mp_context=context) as pool:
-        return pool.submit(compare, **arguments).result()
+        try:
+            return {**told, **pool.submit(compare, **arguments).result(timeout), "error": None}
+        except Exception as error:  # an hour of other measurements must not be lost
+            for process in pool._processes.values():
+                process.kill()
+            return {**told, "error": f"{type(error).__name__}: {error}"}
 
 
 def compare(
@@ -68,8 +74,6 @@ def compare(
     )
     difference_N = drawn_N - scored_N
     return {
-        "precision": precision,
-        "num_samples": num_samples,
         "mean_difference": float(difference_N.mean()),
         "standard_error": float(difference_N.std() / math.sqrt(num_samples)),
         "largest_difference": float(difference_N.abs().max()),

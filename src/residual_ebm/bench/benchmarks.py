@@ -324,7 +324,7 @@ def _agreement(setting: Setting, progress: Progress) -> dict[str, Any]:
     with progress.bar("agreement", len(counts)) as bar:
         for precision, count in counts.items():
             given = {**setting.take(*_DRAWING), "precision": precision, "num_samples": count}
-            checks.append(agreement(**given))
+            checks.append(agreement(timeout=setting.timeout, **given))
             bar.advance()
     return {"unit": "", "rows": [], "sweep": [], "ours_to": {}, "agreement": checks}
 

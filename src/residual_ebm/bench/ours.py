@@ -1,4 +1,7 @@
-"""Our own candidates: each does what a stage of a run does, through the same code."""
+"""Our own candidates: each does what a stage of a run does, through the same code.
+
+Negatives are drawn as for UniT and BiT; for HeaT the real blocks would be read beside them.
+"""
 
 import tempfile
 from pathlib import Path

@@ -37,6 +37,11 @@ def log_weight(energy: Tensor | ArrayLike) -> Tensor:
     return -_float64(energy)
 
 
+def energy_of(log_weight_N: Tensor | ArrayLike) -> Tensor:
+    """The energy that a log-weight was made of."""
+    return -_float64(log_weight_N)
+
+
 def checked_log_weight(log_weight_N: Tensor | ArrayLike) -> Tensor:
     """The weights in float64, or an error: no estimate exists when they are nan, +inf or all zero.
 

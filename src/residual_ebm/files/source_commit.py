@@ -14,11 +14,12 @@ def source_commit(folder: Path = _PACKAGE) -> str | None:
         return None
     commit = _git(folder, "rev-parse", "HEAD")
     changed = _git(folder, "status", "--porcelain", "--untracked-files=no", ".")
-    return commit and commit + ("+" if changed else "")
+    return commit and commit + ("" if changed == "" else "+")
 
 
 def _git(folder: Path, *arguments: str) -> str | None:
-    command = ["git", "-C", str(folder), *arguments]
+    # Without its lock: somebody may be committing.
+    command = ["git", "--no-optional-locks", "-C", str(folder), *arguments]
     try:
         done = subprocess.run(command, capture_output=True, text=True, check=False)
     except OSError:

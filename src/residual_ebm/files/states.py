@@ -3,25 +3,24 @@
 They are as large as thousands of tokens are times the hidden size, and are deleted once every HeaT
 is trained.
 
-Shapes: N rows, C tokens of a continuation, H hidden size of P_LM.
+Shapes: N rows, C tokens of a continuation, H hidden size of P_LM times the layers kept.
 """
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from pathlib import Path
 from typing import NamedTuple
 
-import torch
 from safetensors.torch import load_file, save
 from torch import Tensor
 
 from residual_ebm.errors import UserError
 from residual_ebm.files.storage import check_manifest, write_bytes
 
-REAL = -1  # stands where the number of a sample would: the block's own continuation
+REAL_SAMPLE = -1  # stands where the number of a sample would: the block's own continuation
 
 
 class StateRows(NamedTuple):
-    """Rows of a shard, ordered by (prefix, sample)."""
+    """Rows of a chunk, ordered by (prefix, sample)."""
 
     prefix_N: Tensor
     sample_N: Tensor
@@ -36,25 +35,25 @@ class WantedStates(NamedTuple):
     folder: Path
     layers: list[int]
 
-    def path(self, shard: Path) -> Path:
-        """Of the states of a shard of samples."""
-        return self.folder / f"{shard.stem}.safetensors"
+    def path(self, shard: Path, chunk: int) -> Path:
+        """Of the states of a chunk in a shard of samples: a whole shard of them may be large."""
+        return self.folder / f"{shard.stem}-{chunk:03d}.safetensors"
 
 
-def write_states(path: Path, parts: Sequence[StateRows]) -> None:
-    joined = (torch.cat(column).cpu().contiguous() for column in zip(*parts, strict=True))
-    write_bytes(path, save(dict(zip(StateRows._fields, joined, strict=True))))
+def write_states(path: Path, rows: StateRows) -> None:
+    columns = {name: values.contiguous() for name, values in rows._asdict().items()}
+    write_bytes(path, save(columns))
 
 
 class StateSet(NamedTuple):
-    """A folder of shards, checked against its manifest, and the layers whose states it has beside
+    """A folder of chunks, checked against its manifest, and the layers whose states it has beside
     those of the last."""
 
-    shards: list[Path]
+    paths: list[Path]
     layers: list[int]
 
     def rows(self) -> Iterator[StateRows]:
-        for path in self.shards:
+        for path in self.paths:
             yield StateRows(**load_file(path))
 
 

@@ -106,6 +106,15 @@ def remove_leftovers(folder: Path) -> None:
             path.unlink(missing_ok=True)
 
 
+def delete_folder(folder: Path) -> None:
+    """Delete a folder, if it is there; a kill half way leaves no part of it under its name."""
+    if folder.exists():
+        leftover = folder.with_name(f"{_TEMPORARY}{folder.name}")
+        with disk_errors(folder):
+            folder.replace(leftover)
+            shutil.rmtree(leftover)
+
+
 def checksum(path: Path) -> str:
     with path.open("rb") as file:
         return hashlib.file_digest(file, "sha256").hexdigest()

@@ -65,7 +65,7 @@ def compiled_layers(model: PreTrainedModel, num_rows: int) -> Iterator[None]:
     """Within, the layers that a model repeats run compiled: one compilation serves them all."""
     hidden = num_rows * int(getattr(model.config, "hidden_size", None) or 0)
     if _pays(model.device, num_rows, hidden, _FROM_HIDDEN):
-        with _forwards_replaced(repeated_layers(model), dynamic=True):
+        with _forwards_replaced(_repeated_layers(model), dynamic=True):
             yield
     else:
         yield
@@ -81,7 +81,7 @@ def compiled_training(
     alone: the compiler's random numbers cost more than its loops gain.
     """
     models = [part for part in network.modules() if isinstance(part, PreTrainedModel)][:1]
-    layers = [layer for model in models for layer in repeated_layers(model)]
+    layers = [layer for model in models for layer in _repeated_layers(model)]
     weights = sum(weight.numel() for layer in layers for weight in layer.parameters())
     on_cpu = all(model.device.type == "cpu" for model in models)
     pays = on_cpu and num_tokens * weights >= _FROM_TRAINED
@@ -105,7 +105,7 @@ def _numbers(module: nn.Module) -> list[tuple[str, float]]:
     return [(name, value) for name, value in vars(module).items() if isinstance(value, float)]
 
 
-def repeated_layers(model: PreTrainedModel) -> list[nn.Module]:
+def _repeated_layers(model: PreTrainedModel) -> list[nn.Module]:
     """transformers names the layers that must stay whole on one device: those that repeat."""
     names = set(model._no_split_modules or ())
     layers = [module for module in model.modules() if type(module).__name__ in names]

@@ -16,7 +16,7 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 from transformers import AutoModel, PreTrainedModel, PreTrainedTokenizerFast
 
-from residual_ebm.config import ContinuationMode, EnergyKind, HeadConfig, Precision
+from residual_ebm.config import ContinuationMode, EnergyKind, HeadConfig, Precision, Recipe
 from residual_ebm.errors import UserError
 from residual_ebm.files.storage import (
     check_manifest,
@@ -50,6 +50,20 @@ class EnergyInfo:
     block_length: int
     continuation: ContinuationMode
     head: dict[str, Any] | None = None
+
+
+def energy_info(
+    recipe: Recipe, name: str, kind: EnergyKind | Literal["sum"], language_model: LanguageModel
+) -> EnergyInfo:
+    """Of an energy that a recipe makes for a language model."""
+    return EnergyInfo(
+        name=name,
+        kind=kind,
+        language_model=language_model.fingerprint,
+        prefix_length=recipe.block.prefix_length,
+        block_length=recipe.block.length,
+        continuation=recipe.block.continuation,
+    )
 
 
 class EnergyModel:

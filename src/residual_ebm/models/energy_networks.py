@@ -2,7 +2,7 @@
 
 UniT and BiT: a transformer over the whole block, E = w . mean of its top hidden states + b; they
 differ in whether its attention is causal. HeaT: a small bidirectional network over what the frozen
-P_LM computes anyway for the continuation (hidden state, token embedding, log-prob, entropy).
+P_LM computes anyway for the continuation (hidden states, token embedding, log-prob, entropy).
 
 The last layer starts at zero, so an untrained energy is 0 and the joint model is P_LM itself.
 

@@ -89,7 +89,7 @@ class EnergySum:
         progress: Progress = QUIET,
     ) -> Tensor:
         """Energies of blocks, float32."""
-        energy_BM = [
+        energies = [
             member.energy(
                 ids_BT,
                 length_B,
@@ -99,7 +99,7 @@ class EnergySum:
             )
             for member in self.members
         ]
-        return self.of_members(torch.stack(energy_BM, dim=1))
+        return self.of_members(torch.stack(energies, dim=1))
 
     def of_members(self, energy_BM: Tensor) -> Tensor:
         weight_M = torch.from_numpy(self.weights.weight_M).to(energy_BM.device)

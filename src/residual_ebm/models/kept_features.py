@@ -3,8 +3,8 @@
 HeaT reads the same blocks at every epoch, and P_LM's states for them never change: computing them
 once makes a training step cost what the head costs, not what P_LM costs.
 
-Shapes: N blocks, T tokens of a block, C of a continuation, H hidden size of P_LM, B chosen blocks,
-R some blocks at a time.
+Shapes: N blocks, T tokens of a block, C of a continuation, H hidden size of P_LM times the layers
+read, B chosen blocks, R some blocks at a time.
 """
 
 from collections.abc import Iterable, Sequence
@@ -12,7 +12,7 @@ from collections.abc import Iterable, Sequence
 import torch
 from torch import Tensor
 
-from residual_ebm.files.states import REAL, StateRows
+from residual_ebm.files.states import REAL_SAMPLE, StateRows
 from residual_ebm.models.energy import EnergyModel
 from residual_ebm.models.language_model import LanguageModel, TokenFeatures, continuation_mask
 from residual_ebm.models.layer_states import select_layers
@@ -61,10 +61,13 @@ class KeptFeatures:
     ) -> None:
         """Take what was kept of these layers when negatives were drawn; a prefix's blocks follow
         each other, the real one first."""
+        missing = len(self._ids_NT)
         for rows in shards:
-            block_R = rows.prefix_N * blocks_per_prefix + rows.sample_N - REAL
+            block_R = rows.prefix_N * blocks_per_prefix + rows.sample_N - REAL_SAMPLE
+            missing -= len(block_R)
             hidden_RCH = select_layers(rows.hidden_NCH, layers, self._energy.state_layers)
             self._keep(block_R, hidden_RCH, rows.log_prob_NC, rows.entropy_NC)
+        assert missing == 0, f"states of {missing} blocks are missing"
 
     def _keep(
         self, block_R: Tensor, hidden_RCH: Tensor, log_prob_RC: Tensor, entropy_RC: Tensor

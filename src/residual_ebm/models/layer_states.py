@@ -11,19 +11,37 @@ from contextlib import ExitStack, contextmanager
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from transformers import PreTrainedModel
 
 from residual_ebm.errors import UserError
-from residual_ebm.models.compiled import repeated_layers
+from residual_ebm.models.ralm import RalmForCausalLM
 
 
 def check_layers(model: PreTrainedModel, layers: Sequence[int], energy: str) -> None:
     """Refuse layers that a model does not have."""
-    count = len(repeated_layers(model))
-    if layers and max(layers) > count:
-        field = f"energies.{energy}.head.layers"
-        raise UserError(field, max(layers), f"its language model has {count} layers; lower it")
+    if not layers:
+        return
+    field, known = f"energies.{energy}.head.layers", _numbered_layers(model)
+    if not known:
+        name = type(model).__name__
+        raise UserError(field, layers, f"the layers of a {name} cannot be told apart; leave it out")
+    if max(layers) > len(known):
+        raise UserError(field, max(layers), f"its language model has {len(known)} layers; lower it")
+
+
+def _numbered_layers(model: PreTrainedModel) -> list[nn.Module]:
+    """The layers in the order they run, as wide as what enters the vocabulary layer; of a RALM,
+    those of its base, whose vocabulary layer the states are taken before. None where they cannot
+    be found."""
+    if isinstance(model, RalmForCausalLM):
+        return _numbered_layers(model.base)
+    count = getattr(model.config, "num_hidden_layers", None)
+    width = getattr(model.config, "hidden_size", None)
+    if width != model.get_output_embeddings().weight.shape[1]:
+        return []
+    lists = [part for part in model.modules() if isinstance(part, nn.ModuleList)]
+    return next((list(part) for part in lists if len(part) == count), [])
 
 
 @contextmanager
@@ -43,7 +61,7 @@ def states_captured(
         states.append(torch.cat([last_BKH, *lower], dim=-1) if lower else last_BKH)
         below.clear()
 
-    every = repeated_layers(model) if layers else []
+    every = _numbered_layers(model) if layers else []
     with ExitStack() as stack:
         for layer in layers:
             stack.callback(every[layer - 1].register_forward_hook(keep_layer).remove)

@@ -57,10 +57,13 @@ def sentences(benchmark: dict[str, Any]) -> list[str]:
 
 
 def _agreement(check: dict[str, Any]) -> str:
+    what = f"{check['num_samples']:,} samples in {check['precision']}"
+    if check["error"] is not None:
+        return f"{what}: not compared ({check['error']})."
     same = "the same" if check["same_twice"] else "other"
     return (
-        f"{check['num_samples']:,} samples in {check['precision']}: log-prob as drawn minus"
-        f" log-prob as scored {check['mean_difference']:+.5f} nats a continuation on average"
+        f"{what}: log-prob as drawn minus log-prob as scored"
+        f" {check['mean_difference']:+.5f} nats a continuation on average"
         f" (standard error {check['standard_error']:.5f}), at most"
         f" {check['largest_difference']:.5f}; drawn again with the same seed, {same} tokens."
     )

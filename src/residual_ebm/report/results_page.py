@@ -39,7 +39,8 @@ def results_page(published: dict[str, dict[str, Any]]) -> str:
         "Made by `make docs` from `src/residual_ebm/published/`; each file there is what"
         " `rebm results RUN --json` printed for a run of the recipe of that name.",
         "",
-        "*Tokens read*: by the network of the row while it trained, not by what it started from."
+        "*Tokens read*: by the network of the row while it trained, not by what it started from, in"
+        " tokens of the language model."
         " *Test*: perplexity; of joint models from the lower to the upper bound. *95 %*: bootstrap"
         " over documents. *Minus base*: the paired difference of the upper bound from the language"
         " model that the energy corrects, 95 %. *Gain*: how far the upper bound lies below that"
@@ -80,10 +81,9 @@ def _section(name: str, results: dict[str, Any]) -> list[str]:
         bounds = ", ".join(
             f"{bounds_text(at)} at n = {at['num_samples']}" for at in test["bounds_at"]
         )
-        lines += ["", f"- {row['name']}: {bounds}; log Z {test['log_partition_mean']:+.3f} ±"]
-        lines[-1] += f" {test['log_partition_spread']:.3f} over prefixes." + "".join(
-            f" Flag: {flag}." for flag in test["flags"]
-        )
+        flags = "".join(f" Flag: {flag}." for flag in test["flags"])
+        mean, spread = (number_text(test[f"log_partition_{of}"]) for of in ("mean", "spread"))
+        lines += ["", f"- {row['name']}: {bounds}; log Z {mean} ± {spread} over prefixes.{flags}"]
     return lines + _trials(results)
 
 
@@ -111,7 +111,7 @@ def _trials(results: dict[str, Any]) -> list[str]:
 
 def _language_model_row(row: dict[str, Any], recipe: dict[str, Any]) -> str:
     config = next(entry for entry in recipe["language_models"] if entry["name"] == row["name"])
-    read = _steps_done(row, config) * recipe["block"]["length"]
+    read = _items_seen(row, config) * recipe["block"]["length"]
     cells = [
         row["name"],
         count_text(row["parameters"]),
@@ -136,11 +136,15 @@ def _joint_row(row: dict[str, Any], results: dict[str, Any]) -> str:
         bounds_text(test),
         interval_text(test["published"]),
         signed_text(test["difference_from_base"]),
-        f"{1 - test['upper'] / base['test']['value']:.1%}",
+        _gain(test["upper"], base["test"]["value"]),
         f"{test['effective_sample_size']:.0f}",
         f"{1 - test['share_past_pareto_k']:.0%}",
     ]
     return "| " + " | ".join(cells) + " |"
+
+
+def _gain(upper: float | None, base: float | None) -> str:
+    return "?" if upper is None or base is None else f"{1 - upper / base:.1%}"
 
 
 def _read_by_energy(row: dict[str, Any], recipe: dict[str, Any]) -> str:
@@ -148,13 +152,14 @@ def _read_by_energy(row: dict[str, Any], recipe: dict[str, Any]) -> str:
     if not configs:
         return ""  # a sum of others
     block, config = recipe["block"], configs[0]
-    # HeaT reads continuations alone.
-    skipped = block["prefix_length"] if config["kind"] == "heat" else 0
-    blocks = _steps_done(row, config) * (1 + config["negatives_per_positive"])
-    return count_text(blocks * (block["length"] - skipped))
+    prefix, own = block["prefix_length"], block["length"] - block["prefix_length"]
+    blocks = 1 + config["negatives_per_positive"]
+    # HeaT reads continuations alone, UniT a prefix once for all its blocks.
+    read = {"heat": blocks * own, "unit": prefix + blocks * own, "bit": blocks * (prefix + own)}
+    return count_text(_items_seen(row, config) * read[config["kind"]])
 
 
-def _steps_done(row: dict[str, Any], config: dict[str, Any]) -> int:
+def _items_seen(row: dict[str, Any], config: dict[str, Any]) -> int:
     """Items that a training saw: steps until its last validation, times the batch size."""
     validations = row["training"].get("validations")
     if not validations or config["training"] is None:

@@ -52,6 +52,11 @@ class Contrast:
             torch.from_numpy(length_BJ.reshape(-1)),
         )
 
+    def every_block(self) -> tuple[Tensor, Tensor]:
+        """Ids and lengths of all blocks, prefix by prefix, the real one first."""
+        every_P = np.arange(len(self))
+        return self.batch(every_P, np.tile(np.arange(self.num_stored), (len(self), 1)))
+
 
 def read_contrast(
     blocks: Blocks, samples: SampleSet, block: BlockConfig, states: Path | None = None

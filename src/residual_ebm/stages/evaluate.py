@@ -1,8 +1,8 @@
 """The table: perplexity of every language model and every joint model on the same prefixes.
 
 Language models are exact; joint models get an interval with diagnostics (section 3.2). Nothing is
-fitted on the test split: the energy scale of the second row of each energy and the choice of the
-best energy are made on validation.
+fitted on the test split: the energy scale of the second row of each energy, the weights of sums and
+the choice of the best energy are made on validation.
 """
 
 import math

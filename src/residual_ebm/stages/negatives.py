@@ -72,6 +72,9 @@ def _states(
     layers = union_of([head.layers for head in heads])
     num_blocks = num_prefixes * (1 + recipe.negatives.samples_per_prefix)
     num_tokens = recipe.block.num_new_tokens
-    if not heads or not KeptFeatures.fit(language_model, num_blocks, num_tokens, len(layers)):
+    # Samples of a prefix in several batches would not all be beside the real block.
+    if not heads or recipe.negatives.samples_per_prefix > recipe.negatives.chunk_size:
+        return None
+    if not KeptFeatures.fit(language_model, num_blocks, num_tokens, len(layers)):
         return None
     return WantedStates(run_dir.states / name / split, layers)

@@ -7,6 +7,7 @@ weight that learns. Activations follow Korthikanti et al. 2022: 34 + 5 a T / d b
 layer and unit of width. Hours are FLOPs at a share of a device's peak.
 """
 
+import math
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -114,7 +115,7 @@ class _Planner:
                 base.width,
                 base.heads,
             )
-        return self._row(config.name, "lm", config, network, frozen, blocks_per_item=1)
+        return self._row(config.name, "lm", config, network, frozen, self._length)
 
     def _encoder(self, config: EncoderConfig) -> dict[str, Any]:
         vocabulary = self._vocabulary
@@ -127,13 +128,19 @@ class _Planner:
             field = f"encoders.{config.name}"
             network = self._new(AutoModelForMaskedLM, config.architecture, field, vocabulary)
         self._encoders[config.name] = network
-        return self._row(config.name, "encoder", config, network, 0, blocks_per_item=1)
+        return self._row(config.name, "encoder", config, network, 0, self._length)
 
     def _energy(self, config: EnergyConfig) -> dict[str, Any]:
         frozen = 0
         if config.kind == "heat":
             base = self._models[self._recipe.language_model_of(config)]
             head = config.head or HeadConfig()
+            if head.layers and head.layers[-1] > base.layers:
+                raise UserError(
+                    f"energies.{config.name}.head.layers",
+                    head.layers[-1],
+                    f"its language model has {base.layers} layers; lower it",
+                )
             with torch.device("meta"):
                 made = HeadEnergy(base.width, self._recipe.block.num_new_tokens, head)
             count = sum(parameter.numel() for parameter in made.parameters())
@@ -142,14 +149,13 @@ class _Planner:
         else:
             network = self._backbone(config)
         self._energies[config.name] = network
-        row = self._row(
-            config.name,
-            config.kind,
-            config,
-            network,
-            frozen,
-            blocks_per_item=1 + config.negatives_per_positive,
-        )
+        blocks, block = 1 + config.negatives_per_positive, self._recipe.block
+        read = {
+            "unit": block.prefix_length + blocks * block.num_new_tokens,
+            "bit": blocks * block.length,
+            "heat": blocks * block.num_new_tokens,  # from states kept when negatives were drawn
+        }[config.kind]
+        row = self._row(config.name, config.kind, config, network, frozen, read)
         row["language_model"] = self._recipe.language_model_of(config)
         return row
 
@@ -185,13 +191,15 @@ class _Planner:
         config: LanguageModelConfig | EncoderConfig | EnergyConfig,
         network: _Network,
         frozen: int,
-        *,
-        blocks_per_item: int,
+        tokens_per_item: int,
     ) -> dict[str, Any]:
         training: TrainingConfig | None = config.training
-        batch = training.batch_size * blocks_per_item if training else 0
-        tokens = num_steps(training) * batch * self._length if training else 0
+        at_once = training.batch_size * tokens_per_item if training else 0
+        tokens = num_steps(training) * at_once if training else 0
         learning = 3 * network.forward_flops(tokens, self._length)
+        batch = math.ceil(at_once / self._length)
+        # A RALM's base reads what it reads; HeaT's language model has read it before.
+        reading = 2.0 * frozen * tokens if kind == "lm" else 0.0
         memory = _BYTES_LEARNING * network.parameters + _BYTES_FROZEN * frozen
         return {
             "name": name,
@@ -200,7 +208,7 @@ class _Planner:
             "published_parameters": config.published_parameters,
             "frozen_parameters": frozen,
             "tokens": tokens,
-            "flops": learning + 2.0 * frozen * tokens,
+            "flops": learning + reading,
             "memory_bytes": memory + network.activation_bytes(batch, self._length),
         }
 
@@ -217,11 +225,17 @@ class _Planner:
                 proposals.num_samples,
             ),
         }
-        return [
-            self._work(f"{what} of {name}", count * samples, self._models[name], shared=count)
-            for name in recipe.sampled_language_models
-            for what, (count, samples) in prefixes.items()
-        ]
+        read_by_heat = {
+            recipe.language_model_of(config) for config in recipe.energies if config.kind == "heat"
+        }
+        work = []
+        for name in recipe.sampled_language_models:
+            for what, (count, samples) in prefixes.items():
+                # Where HeaT will learn, real blocks are read beside their negatives.
+                rows = samples + (what == "negatives" and name in read_by_heat)
+                label = f"{what} of {name}"
+                work.append(self._work(label, count * rows, self._models[name], shared=count))
+        return work
 
     def _scoring(self) -> list[dict[str, Any]]:
         proposals = self._recipe.proposals
@@ -235,6 +249,16 @@ class _Planner:
                 shared=prefixes if config.kind != "bit" else blocks,
             )
             for config in self._recipe.energies
+        ] + self._fitting()
+
+    def _fitting(self) -> list[dict[str, Any]]:
+        """Members of a sum score the validation negatives; proposals they have scored already."""
+        negatives = self._recipe.negatives
+        blocks = negatives.num_validation_prefixes * (1 + negatives.samples_per_prefix)
+        return [
+            self._work(f"{member} for {entry.name}", blocks, self._energies[member], shared=blocks)
+            for entry in self._recipe.sums
+            for member in entry.members
         ]
 
     def _work(self, what: str, blocks: int, network: _Network, *, shared: int) -> dict[str, Any]:

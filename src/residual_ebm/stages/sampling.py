@@ -23,7 +23,7 @@ from residual_ebm.files.samples import (
     shard_path,
     write_rows,
 )
-from residual_ebm.files.states import REAL, StateRows, WantedStates, write_states
+from residual_ebm.files.states import REAL_SAMPLE, StateRows, WantedStates, write_states
 from residual_ebm.files.storage import check_manifest, is_complete, write_manifest
 from residual_ebm.models.decoding import UNTRUNCATED
 from residual_ebm.models.device import use_recipe_threads
@@ -112,26 +112,29 @@ def draw_samples(
     shards = plan_shards(len(block_P), num_samples, sampling)
 
     def is_there(number: int) -> bool:
-        path = shard_path(folder, number)
-        return path.exists() and (states is None or states.path(path).exists())
+        path, chunks = shard_path(folder, number), range(len(shards[number]))
+        return path.exists() and (
+            states is None or all(states.path(path, chunk).exists() for chunk in chunks)
+        )
 
     missing = [number for number in range(len(shards)) if not is_there(number)]
     for head_folder, energy in heads.items():
         claim_log_weights(head_folder, energy.fingerprint)
     with progress.bar(label, len(shards), len(shards) - len(missing)) as bar:
         for number in missing:
-            parts = [
-                _draw_chunk(language_model, blocks, block_P, chunk, block, seed, heads, states)
-                for chunk in shards[number]
-            ]
-            rows = join_rows([part.rows for part in parts])
             path = shard_path(folder, number)
+            parts = []
+            for place, chunk in enumerate(shards[number]):
+                part = _draw_chunk(
+                    language_model, blocks, block_P, chunk, block, seed, heads, states
+                )
+                if states is not None and part.states is not None:
+                    write_states(states.path(path, place), part.states)
+                parts.append(part._replace(states=None))
+            rows = join_rows([part.rows for part in parts])
             for head_folder in heads:
                 log_weight_N = np.concatenate([part.log_weights[head_folder] for part in parts])
                 write_log_weights(head_folder / path.name, rows.prefix_N, log_weight_N)
-            if states is not None:
-                kept = [part.states for part in parts if part.states is not None]
-                write_states(states.path(path), kept)
             write_rows(path, rows)  # last: a shard that is there has its log-weights and states
             bar.advance()
     if states is not None:
@@ -171,11 +174,12 @@ def _draw_chunk(
         "truncation": UNTRUNCATED,
         "stop_at_end": block.continuation == "until_end",
     }
-    if wanted is not None and chunk.first_sample == 0:
+    if wanted is not None:
+        assert chunk.first_sample == 0, "a prefix and all its samples in one batch"
         arguments["given_ids_GC"] = ids_GT[:, block.prefix_length :]
-        samples = np.append(REAL, samples)
+        samples = np.append(REAL_SAMPLE, samples)
     prefix_N, sample_N = np.repeat(numbers, len(samples)), np.tile(samples, chunk.num_prefixes)
-    drawn_N = sample_N != REAL
+    drawn_N = sample_N != REAL_SAMPLE
     log_weights, states = {}, None
     if heads or wanted is not None:
         layers = union_of([energy.state_layers for energy in heads.values()])
@@ -196,9 +200,9 @@ def _draw_chunk(
             states = StateRows(
                 torch.from_numpy(prefix_N),
                 torch.from_numpy(sample_N),
-                select_layers(features.hidden_BCH, layers, wanted.layers),
-                features.log_prob_BC,
-                features.entropy_BC,
+                select_layers(features.hidden_BCH, layers, wanted.layers).cpu(),
+                features.log_prob_BC.cpu(),
+                features.entropy_BC.cpu(),
             )
     else:
         decoded = language_model.sample_chunk(**arguments)

@@ -7,6 +7,7 @@ import numpy as np
 import torch
 
 from residual_ebm.config import Recipe, SumConfig
+from residual_ebm.estimation.importance import energy_of, log_weight
 from residual_ebm.estimation.nce import nce_accuracy, nce_loss
 from residual_ebm.estimation.weighted_sum import WeightedSum, fit_weighted_sum
 from residual_ebm.files.log_weights import (
@@ -20,7 +21,7 @@ from residual_ebm.files.log_weights import (
 )
 from residual_ebm.files.run_directory import RunDirectory
 from residual_ebm.files.storage import check_manifest, is_complete, write_manifest
-from residual_ebm.models.energy import EnergyInfo, EnergyModel
+from residual_ebm.models.energy import EnergyModel, energy_info
 from residual_ebm.models.energy_sum import EnergySum
 from residual_ebm.models.language_model import LanguageModel
 from residual_ebm.progress import Progress
@@ -32,18 +33,17 @@ SENTENCE = "Adding energies up: {members} as {name}"
 def make_sum(recipe: Recipe, config: SumConfig, run_dir: RunDirectory, progress: Progress) -> None:
     """Fit the weights of a sum of trained energies, and save it beside them."""
     progress.stage(SENTENCE.format(members=" and ".join(config.members), name=config.name))
+    check_manifest(run_dir.blocks)
+    name = recipe.corrected_by(config.name)
     language_model = LanguageModel.from_pretrained(
-        run_dir.language_model(recipe.corrected_by(config.name)),
-        precision=recipe.precision,
-        device=recipe.device,
+        run_dir.language_model(name), precision=recipe.precision, device=recipe.device
     )
     members = [
         EnergyModel.from_pretrained(
-            run_dir.energy(name), language_model, precision=recipe.precision
+            run_dir.energy(member), language_model, precision=recipe.precision
         )
-        for name in config.members
+        for member in config.members
     ]
-    name = recipe.corrected_by(config.name)
     contrast = contrast_of(recipe, run_dir, name, "validation", language_model)
     energy_PJM = np.stack(
         [_energies(member, contrast, recipe.evaluation.batch_size, progress) for member in members],
@@ -51,14 +51,7 @@ def make_sum(recipe: Recipe, config: SumConfig, run_dir: RunDirectory, progress:
     )
     positive_PM, negative_NM = energy_PJM[:, 0], energy_PJM[:, 1:].reshape(-1, len(members))
     weights = fit_weighted_sum(positive_PM, negative_NM)
-    info = EnergyInfo(
-        name=config.name,
-        kind="sum",
-        language_model=language_model.fingerprint,
-        prefix_length=recipe.block.prefix_length,
-        block_length=recipe.block.length,
-        continuation=recipe.block.continuation,
-    )
+    info = energy_info(recipe, config.name, "sum", language_model)
     made = EnergySum(info, members, weights)
     made.save_pretrained(run_dir.energy(config.name), _summary(weights, positive_PM, negative_NM))
 
@@ -66,9 +59,7 @@ def make_sum(recipe: Recipe, config: SumConfig, run_dir: RunDirectory, progress:
 def _energies(
     member: EnergyModel, contrast: Contrast, batch_size: int, progress: Progress
 ) -> np.ndarray:
-    every_P = np.arange(len(contrast))
-    every_PS = np.tile(np.arange(contrast.num_stored), (len(contrast), 1))
-    ids_BT, length_B = contrast.batch(every_P, every_PS)
+    ids_BT, length_B = contrast.every_block()
     energy_B = member.energy(ids_BT, length_B, batch_size=batch_size, progress=progress)
     energies: np.ndarray = energy_B.double().cpu().numpy()
     return energies.reshape(len(contrast), -1)
@@ -99,6 +90,7 @@ def add_log_weights(
     manifests = [check_manifest(source) for source in sources]
     for path in sorted(sources[0].glob("shard-*.arrow")):
         shards = [read_shard(source / path.name) for source in sources]
+        assert all(np.array_equal(prefix_N, shards[0][0]) for prefix_N, _ in shards)
         log_weight_NM = np.stack([log_weight_N for _, log_weight_N in shards], axis=1)
         write_log_weights(folder / path.name, shards[0][0], _added(energy, log_weight_NM))
     reals = [read_real(source / REAL) for source in sources]
@@ -119,6 +111,6 @@ def add_log_weights(
 
 
 def _added(energy: EnergySum, log_weight_NM: np.ndarray) -> np.ndarray:
-    """A log-weight is minus an energy."""
-    added_N: np.ndarray = -energy.of_members(torch.from_numpy(-log_weight_NM)).numpy()
+    energy_NM = energy_of(torch.from_numpy(log_weight_NM))
+    added_N: np.ndarray = log_weight(energy.of_members(energy_NM)).numpy()
     return added_N

@@ -8,7 +8,6 @@ Shapes: P prefixes, S stored negatives of each, B prefixes of a batch, K negativ
 J = 1 + K blocks of a prefix, the positive first, T tokens of a block, C of a continuation.
 """
 
-import shutil
 from collections.abc import Callable
 
 import numpy as np
@@ -21,10 +20,10 @@ from residual_ebm.errors import UserError
 from residual_ebm.estimation.nce import nce_accuracy, nce_loss
 from residual_ebm.files.run_directory import RunDirectory
 from residual_ebm.files.states import open_states
-from residual_ebm.files.storage import check_manifest, is_complete
+from residual_ebm.files.storage import check_manifest, delete_folder, is_complete
 from residual_ebm.models.both_ways import is_bidirectional
 from residual_ebm.models.device import use_recipe_threads
-from residual_ebm.models.energy import EnergyInfo, EnergyModel
+from residual_ebm.models.energy import EnergyModel, energy_info
 from residual_ebm.models.energy_inputs import TextBridge
 from residual_ebm.models.kept_features import KeptFeatures
 from residual_ebm.models.language_model import LanguageModel
@@ -53,7 +52,7 @@ def run(recipe: Recipe, run_dir: RunDirectory, progress: Progress = QUIET) -> No
         if not is_complete(run_dir.energy(entry.name)):
             make_sum(recipe, entry, run_dir, progress)
     # Large, and of no more use once every HeaT has learnt from them.
-    shutil.rmtree(run_dir.states, ignore_errors=True)
+    delete_folder(run_dir.states)
 
 
 def _make(recipe: Recipe, config: EnergyConfig, run_dir: RunDirectory, progress: Progress) -> None:
@@ -82,14 +81,7 @@ def _make(recipe: Recipe, config: EnergyConfig, run_dir: RunDirectory, progress:
 def _initial_energy(
     recipe: Recipe, config: EnergyConfig, run_dir: RunDirectory, language_model: LanguageModel
 ) -> EnergyModel:
-    info = EnergyInfo(
-        name=config.name,
-        kind=config.kind,
-        language_model=language_model.fingerprint,
-        prefix_length=recipe.block.prefix_length,
-        block_length=recipe.block.length,
-        continuation=recipe.block.continuation,
-    )
+    info = energy_info(recipe, config.name, config.kind, language_model)
     with torch_seed(recipe.seed, "energy", config.name):
         if config.kind == "heat":
             return EnergyModel.new_head(config.head or HeadConfig(), info, language_model)
@@ -243,9 +235,7 @@ def _energies_of(
     ):
         return from_blocks
 
-    every_P = np.arange(len(contrast))
-    every_PS = np.tile(np.arange(contrast.num_stored), (len(contrast), 1))
-    kept = KeptFeatures(energy, *contrast.batch(every_P, every_PS))
+    kept = KeptFeatures(energy, *contrast.every_block())
     if contrast.states is not None:
         states = open_states(contrast.states, energy.language_model.fingerprint)
         kept.load(states.rows(), states.layers, num_blocks)
