@@ -6,6 +6,7 @@ Shapes: N proposals or continuations, T tokens, S draws, B blocks.
 import math
 from collections import Counter
 from collections.abc import Callable
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -373,3 +374,16 @@ def test_scores_of_blocks_do_not_depend_on_the_batch() -> None:
     for one, other in zip(whole, joint.score(blocks, batch_size=1), strict=True):
         assert one.dtype == np.float64
         assert np.allclose(one, other, atol=1e-4)
+
+
+def test_unknown_words_are_flagged_and_an_end_of_text_is_not(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    joint = toys.joint_model("unit", "until_end")
+    lm = joint.language_model
+    unknown, end = int(lm.tokenizer.unk_token_id), lm.end_of_text
+    assert any("does not know" in flag for flag in joint.prompt_flags(torch.tensor([unknown])))
+    assert not any("does not know" in flag for flag in joint.prompt_flags(torch.tensor([end])))
+    # As SmolLM2 has it: every byte is known, and the unknown token is the end of a text.
+    monkeypatch.setattr(lm, "tokenizer", SimpleNamespace(unk_token_id=end))
+    assert not any("does not know" in flag for flag in joint.prompt_flags(torch.tensor([end])))

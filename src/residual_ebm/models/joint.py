@@ -218,7 +218,9 @@ class JointModel:
                 f"the prompt has {len(prefix_ids)} tokens, but this energy was trained on prefixes"
                 f" of {self.block.prefix_length}: its energies may mean little here"
             )
-        if self.language_model.tokenizer.unk_token_id in prefix_ids.tolist():
+        unknown = self.language_model.tokenizer.unk_token_id
+        # Some tokenizers that know every byte call their end-of-text the unknown token.
+        if unknown != self.language_model.end_of_text and unknown in prefix_ids.tolist():
             found.append("the prompt has words that the tokenizer does not know")
         return found
 
