@@ -103,7 +103,10 @@ def build_parser() -> argparse.ArgumentParser:
     bench.add_argument("names", nargs="*", metavar="NAME", help="benchmarks to run; default: all")
     bench.add_argument("--repeats", type=int, default=5, metavar="N", help="rounds; default 5")
     bench.add_argument(
-        "--page", type=Path, metavar="FILE.md", help="also write a page, its chart and its numbers"
+        "--page",
+        type=Path,
+        metavar="FILE.md",
+        help="write a page, its chart and its numbers; what it had of other benchmarks stays",
     )
 
     for command in commands_.choices.values():

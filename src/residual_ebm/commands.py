@@ -348,9 +348,11 @@ def bench(names: list[str], repeats: int, page: Path | None) -> Output:
     setting = Setting(repeats=repeats)
     if page is not None and page.suffix != ".md":
         raise UserError("--page", page, "name a file that ends in .md")
-    data = run_benchmarks(names or list(BENCHMARKS), setting, TerminalProgress())
+    more: dict[str, Any] = {}
     if page is not None:
-        from residual_ebm.report.bench_page import write_page
+        from residual_ebm.report.bench_page import read_page, write_page
 
-        write_page(data, page)
+        # What was measured before stays on the page; what is measured is written at once.
+        more = {"earlier": read_page(page), "after_each": lambda data: write_page(data, page)}
+    data = run_benchmarks(names or list(BENCHMARKS), setting, TerminalProgress(), **more)
     return Output(data, lambda: print_benchmarks(data, Console()))

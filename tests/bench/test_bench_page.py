@@ -4,7 +4,7 @@ import json
 from pathlib import Path
 from typing import Any
 
-from residual_ebm.report.bench_page import write_page
+from residual_ebm.report.bench_page import read_page, write_page
 
 
 def row(name: str, rate: float | None, **more: Any) -> dict[str, Any]:
@@ -18,9 +18,15 @@ def row(name: str, rate: float | None, **more: Any) -> dict[str, Any]:
     return {"name": name, "rate": rate, **(broken if rate is None else measured), **more}
 
 
-RESULTS = {
+MEASURED = {
+    "date": "2026-11-16",
     "version": "1.2.3",
-    "machine": {"cores": 2, "processor": "A processor", "python": "3.11"},
+    "commit": "0123456789abcdef",
+    "cores": 2,
+    "processor": "A processor",
+    "python": "3.11",
+}
+RESULTS: dict[str, Any] = {
     "setting": {"threads": 2, "precision": "bfloat16", "repeats": 5},
     "benchmarks": {
         "decode": {
@@ -28,6 +34,7 @@ RESULTS = {
             "rows": [row("ours", 3000.0), row("theirs", 1500.0), row("engine", None)],
             "sweep": [row("theirs, batch 16", 700.0), row("theirs, batch 32", None)],
             "ours_to": {"theirs": 2.0},
+            "measured": MEASURED,
         },
         "evaluate": {
             "unit": "samples/s",
@@ -41,12 +48,14 @@ RESULTS = {
             "ours_to": {"ours, n = 1": 0.95},
             "time_at_many_to_few": 10.5,
             "time_with_heat_to_drawing": 1.05,
+            "measured": MEASURED,
         },
         "agreement": {
             "unit": "",
             "rows": [],
             "sweep": [],
             "ours_to": {},
+            "measured": {**MEASURED, "commit": None},
             "agreement": [
                 {
                     "precision": "bfloat16",
@@ -76,7 +85,10 @@ def test_the_page_holds_every_number(tmp_path: Path) -> None:
     assert "2,000 samples in bfloat16: log-prob as drawn minus log-prob as scored -0.00250" in page
     assert "Time of `heat`: 1.05 times that of `drawing`." in page
     assert "![How many times as fast as each alternative](speed.svg)" in page
-    assert json.loads((tmp_path / "speed.json").read_text()) == RESULTS
+    assert "2026-11-16, version 1.2.3, commit 0123456789, on 2 cores (A processor)." in page
+    assert "2026-11-16, version 1.2.3, on 2 cores (A processor)." in page
+    assert json.loads((tmp_path / "speed.json").read_text()) == read_page(path) == RESULTS
+    assert read_page(tmp_path / "other.md") is None
 
 
 def test_the_chart_has_a_bar_for_each_alternative_and_is_repeatable(tmp_path: Path) -> None:

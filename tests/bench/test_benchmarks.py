@@ -1,6 +1,8 @@
 """Every benchmark runs to its end on tiny models, ours and the alternatives."""
 
 import io
+import json
+import os
 from dataclasses import replace
 from pathlib import Path
 
@@ -11,6 +13,7 @@ from residual_ebm.bench.agreement import compare
 from residual_ebm.bench.benchmarks import _ENGINES as ENGINES
 from residual_ebm.bench.benchmarks import BENCHMARKS, OURS, PRODUCTS, run_benchmarks
 from residual_ebm.bench.setting import Setting
+from residual_ebm.errors import UserError
 from residual_ebm.models.language_model import LanguageModel
 from residual_ebm.report.bench_table import print_benchmarks
 
@@ -108,3 +111,22 @@ def test_what_cannot_be_compared_is_told_and_nothing_is_lost(setting: Setting) -
     output = io.StringIO()
     print_benchmarks(results, Console(file=output, width=300))
     assert "5 samples in float32: not compared (UserError" in output.getvalue()
+
+
+def test_what_was_measured_before_stays(setting: Setting, monkeypatch: pytest.MonkeyPatch) -> None:
+    made = {"unit": "", "rows": [], "sweep": [], "ours_to": {}}
+    for name in ("decode", "score"):
+        monkeypatch.setitem(BENCHMARKS, name, lambda *_: made)
+    seen: list[list[str]] = []
+    first = run_benchmarks(["score"], setting)
+    assert first["benchmarks"]["score"]["measured"]["cores"] == os.cpu_count()
+    both = run_benchmarks(
+        ["decode"],
+        setting,
+        earlier=json.loads(json.dumps(first)),
+        after_each=lambda results: seen.append(list(results["benchmarks"])),
+    )
+    assert list(both["benchmarks"]) == ["decode", "score"]  # in their own order
+    assert seen == [["decode", "score"]]
+    with pytest.raises(UserError, match="name another page"):
+        run_benchmarks(["decode"], replace(setting, num_tokens=3), earlier=first)

@@ -4,7 +4,10 @@ An alternative with settings (a batch size, a kind of cache) is swept first, one
 other; the best then takes turns with us. Sweeps are part of the result.
 """
 
+import datetime
+import functools
 import importlib.util
+import json
 import os
 import platform
 import statistics
@@ -16,6 +19,8 @@ import residual_ebm
 from residual_ebm.bench.agreement import agreement
 from residual_ebm.bench.setting import Setting
 from residual_ebm.bench.workers import Reading, Spec, alternate
+from residual_ebm.errors import UserError
+from residual_ebm.files.source_commit import source_commit
 from residual_ebm.progress import QUIET, Progress
 
 _HERE = "residual_ebm.bench"
@@ -105,9 +110,10 @@ _ENGINES: tuple[tuple[str, str, dict[str, dict[str, Any]]], ...] = (
 _DRAWING = ("model", "text", "prefix_length", "num_tokens", "threads")
 
 
-def _decode(setting: Setting, progress: Progress, top_k: int | None = None) -> dict[str, Any]:
-    common = {**setting.take(*_DRAWING), "top_k": top_k}
-    ours = {**common, "precision": setting.precision, "num_prefixes": 1}
+@functools.cache
+def _best_decoders(setting: Setting, progress: Progress) -> tuple[list[Spec], list[dict[str, Any]]]:
+    """Each alternative at its best setting for untruncated samples, and what was tried."""
+    common = {**setting.take(*_DRAWING), "top_k": None}
     best, sweep = _sweep(
         "decode",
         [
@@ -115,7 +121,9 @@ def _decode(setting: Setting, progress: Progress, top_k: int | None = None) -> d
                 _spec(
                     f"generate, batch {size}, {cache} cache{', compiled' if compiled else ''}",
                     "peers:generate",
-                    **ours,
+                    **common,
+                    precision=setting.precision,
+                    num_prefixes=1,
                     samples_per_prefix=size,
                     cache=cache,
                     compiled=compiled,
@@ -148,6 +156,13 @@ def _decode(setting: Setting, progress: Progress, top_k: int | None = None) -> d
         engine, swept = _sweep("decode", ladders, setting, progress)
         bests.append(engine)
         sweep += swept
+    return bests, sweep
+
+
+def _decode(setting: Setting, progress: Progress, top_k: int | None = None) -> dict[str, Any]:
+    bests, sweep = _best_decoders(setting, progress)
+    bests = [spec._replace(arguments={**spec.arguments, "top_k": top_k}) for spec in bests]
+    ours = {**setting.take(*_DRAWING, "precision"), "top_k": top_k, "num_prefixes": 1}
     return _compare(
         "decode",
         "tokens/s",
@@ -342,22 +357,39 @@ BENCHMARKS: dict[str, Callable[[Setting, Progress], dict[str, Any]]] = {
 
 
 def run_benchmarks(
-    names: Sequence[str], setting: Setting, progress: Progress = QUIET
+    names: Sequence[str],
+    setting: Setting,
+    progress: Progress = QUIET,
+    *,
+    earlier: dict[str, Any] | None = None,
+    after_each: Callable[[dict[str, Any]], None] = lambda _: None,
 ) -> dict[str, Any]:
-    results: dict[str, Any] = {
-        "version": residual_ebm.__version__,
-        "machine": {
-            "cores": os.cpu_count(),
-            "processor": _processor(),
-            "python": platform.python_version(),
-        },
-        "setting": asdict(setting),
-        "benchmarks": {},
-    }
+    """Measure what is named; of `earlier` results the rest is kept. They take hours:
+    `after_each` is given what there is by then."""
+    benchmarks = dict((earlier or {}).get("benchmarks", {}))
+    results: dict[str, Any] = {"setting": asdict(setting), "benchmarks": benchmarks}
+    if earlier is not None and earlier["setting"] != json.loads(json.dumps(results["setting"])):
+        raise UserError(
+            "--page", "has another setting", "was measured otherwise; name another page"
+        )
     for name in names:
         progress.stage(f"Measuring {name}")
-        results["benchmarks"][name] = BENCHMARKS[name](setting, progress)
+        benchmarks[name] = {**BENCHMARKS[name](setting, progress), "measured": _circumstances()}
+        ordered = {known: benchmarks[known] for known in BENCHMARKS if known in benchmarks}
+        results["benchmarks"] = ordered
+        after_each(results)
     return results
+
+
+def _circumstances() -> dict[str, Any]:
+    return {
+        "date": datetime.date.today().isoformat(),
+        "version": residual_ebm.__version__,
+        "commit": source_commit(),
+        "cores": os.cpu_count(),
+        "processor": _processor(),
+        "python": platform.python_version(),
+    }
 
 
 def _processor() -> str:

@@ -4,7 +4,7 @@ import io
 from pathlib import Path
 from typing import Any
 
-from residual_ebm.files.storage import write_bytes, write_json
+from residual_ebm.files.storage import read_json, write_bytes, write_json
 
 _COLOURS = {"ours": "#2a7f62", "other": "#8a8f98"}
 
@@ -17,14 +17,22 @@ def write_page(results: dict[str, Any], path: Path) -> None:
     write_bytes(path, _markdown(results, chart.name, numbers.name).encode())
 
 
+def read_page(path: Path) -> dict[str, Any] | None:
+    """The numbers behind a page, if it was made before."""
+    numbers = path.with_suffix(".json")
+    results: dict[str, Any] | None = (
+        read_json(numbers, has="benchmarks") if numbers.exists() else None
+    )
+    return results
+
+
 def _markdown(results: dict[str, Any], chart: str, numbers: str) -> str:
-    machine, setting = results["machine"], results["setting"]
+    setting = results["setting"]
     lines = [
         "# Benchmarks",
         "",
-        f"Made by `rebm bench --page`, version {results['version']}, on {machine['cores']} cores"
-        f" ({machine['processor']}), {setting['threads']} threads, {setting['precision']} unless"
-        f" said otherwise. All numbers: [{numbers}]({numbers}).",
+        f"Made by `rebm bench --page`, with {setting['threads']} threads, in"
+        f" {setting['precision']} unless said otherwise. All numbers: [{numbers}]({numbers}).",
         "",
         "Candidates run in processes of their own and take turns; rates are medians of"
         f" {setting['repeats']} rounds. *First time* includes compilation. An alternative with"
@@ -33,7 +41,10 @@ def _markdown(results: dict[str, Any], chart: str, numbers: str) -> str:
         f"![How many times as fast as each alternative]({chart})",
     ]
     for name, benchmark in results["benchmarks"].items():
-        lines += ["", f"## {name}"]
+        by = benchmark["measured"]
+        commit = f", commit {by['commit'][:10]}" if by["commit"] else ""
+        lines += ["", f"## {name}", "", f"{by['date']}, version {by['version']}{commit}, on"]
+        lines[-1] += f" {by['cores']} cores ({by['processor']})."
         if benchmark["rows"]:
             lines += ["", *_table(benchmark)]
         for row in benchmark["rows"]:
