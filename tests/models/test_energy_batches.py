@@ -14,6 +14,7 @@ from residual_ebm.models.energy import EnergyModel
 from residual_ebm.models.energy_networks import TransformerEnergy
 
 each_energy = pytest.mark.parametrize("name", toys.ENERGIES)
+CPU = torch.device("cpu")
 
 
 def some_blocks(mode: ContinuationMode) -> tuple[Tensor, Tensor | None]:
@@ -85,7 +86,7 @@ def test_blocks_of_similar_length_share_a_batch() -> None:
     bridge = energy._bridge
     assert bridge is not None
     ids_BT, length_B = some_blocks("until_end")
-    batches = list(energy_batches.encoder_batches(bridge, ids_BT, length_B, 4))
+    batches = list(energy_batches.encoder_batches(bridge, ids_BT, length_B, 4, CPU))
     assert sorted(torch.cat([rows for rows, _ in batches]).tolist()) == list(range(len(ids_BT)))
     longest = [int(inputs.mask_BL.sum(1).max()) for _, inputs in batches]
     assert longest == sorted(longest)
@@ -104,3 +105,28 @@ def test_no_blocks_have_no_energies() -> None:
     for name in toys.ENERGIES:
         energy = toys.trained_energy(name)
         assert energy.energy(torch.zeros(0, toys.BLOCK_LENGTH, dtype=torch.int64)).shape == (0,)
+
+
+def test_a_processor_is_given_no_more_than_its_cache_holds() -> None:
+    assert energy_batches.rows_at_once(100, 160, CPU) == 25
+    assert energy_batches.rows_at_once(8, 160, CPU) == 8
+    assert energy_batches.rows_at_once(8, 5000, CPU) == 1
+    assert energy_batches.rows_at_once(100, 160, torch.device("cuda")) == 100
+
+
+@pytest.mark.parametrize("name", ["bit", "bit_bpe"])
+def test_energies_do_not_depend_on_how_many_are_read_at_once(
+    name: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    energy = toys.trained_energy(name)
+    ids_BT, length_B = some_blocks("fixed")
+    expected = energy.energy(ids_BT, length_B)
+    read: list[int] = []
+    assert isinstance(energy.network, TransformerEnergy)
+    energy.network.backbone.get_input_embeddings().register_forward_pre_hook(
+        lambda _module, inputs: read.append(inputs[0].numel())
+    )
+    monkeypatch.setattr(energy_batches, "_TOKENS_AT_ONCE", 40)
+    torch.testing.assert_close(energy.energy(ids_BT, length_B), expected, rtol=1e-4, atol=1e-4)
+    assert len(read) > 1
+    assert max(read) <= 48  # padded to a length that fills registers

@@ -26,13 +26,15 @@ def agreement(*, timeout: float, **arguments: Any) -> dict[str, Any]:
     """`compare` in a process of its own, like every candidate; `error` is why there is nothing."""
     context = multiprocessing.get_context("spawn")
     told = {name: arguments[name] for name in ("precision", "num_samples")}
-    with ProcessPoolExecutor(1, mp_context=context) as pool:
-        try:
-            return {**told, **pool.submit(compare, **arguments).result(timeout), "error": None}
-        except Exception as error:  # an hour of other measurements must not be lost
-            for process in pool._processes.values():
-                process.kill()
-            return {**told, "error": f"{type(error).__name__}: {error}"}
+    pool = ProcessPoolExecutor(1, mp_context=context)
+    try:
+        return {**told, **pool.submit(compare, **arguments).result(timeout), "error": None}
+    except Exception as error:  # an hour of other measurements must not be lost
+        return {**told, "error": f"{type(error).__name__}: {error}"}
+    finally:  # Ctrl-C does not wait for it
+        for process in list((pool._processes or {}).values()):
+            process.kill()
+        pool.shutdown(wait=False)
 
 
 def compare(

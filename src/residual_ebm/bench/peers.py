@@ -14,6 +14,7 @@ from transformers import (
     AutoModelForSequenceClassification,
     AutoTokenizer,
     PreTrainedModel,
+    PrinterCallback,
     Trainer,
     TrainingArguments,
 )
@@ -218,4 +219,6 @@ def _trainer(
             report_to=[],
             disable_tqdm=True,
         )
-        Trainer(model=model, args=arguments, train_dataset=rows).train()
+        trainer = Trainer(model=model, args=arguments, train_dataset=rows)
+        trainer.remove_callback(PrinterCallback)  # it would write into our output
+        trainer.train()

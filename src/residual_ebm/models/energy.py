@@ -26,7 +26,7 @@ from residual_ebm.files.storage import (
     write_json,
 )
 from residual_ebm.models.device import DTYPES, resolve_precision
-from residual_ebm.models.energy_batches import encoder_batches
+from residual_ebm.models.energy_batches import encoder_batches, rows_at_once
 from residual_ebm.models.energy_inputs import TextBridge, TextInputs
 from residual_ebm.models.energy_networks import HeadEnergy, TransformerEnergy
 from residual_ebm.models.language_model import LanguageModel, TokenFeatures, continuation_mask
@@ -257,9 +257,13 @@ class EnergyModel:
         """Energies of some blocks at a time, with where they belong."""
         device = self.language_model.device
         if self._bridge is not None and not self._bridge.same and len(ids_BT):
-            for rows_B, inputs in encoder_batches(self._bridge, ids_BT, length_B, batch_size):
+            for rows_B, inputs in encoder_batches(
+                self._bridge, ids_BT, length_B, batch_size, device
+            ):
                 yield rows_B, self.network(TextInputs(*(part.to(device) for part in inputs)))
             return
+        if self.info.kind == "bit" and len(ids_BT):  # the others gain from prefixes they share
+            batch_size = rows_at_once(batch_size, ids_BT.shape[1], device)
         for start in range(0, len(ids_BT), batch_size):
             rows = slice(start, start + batch_size)
             lengths = None if length_B is None else length_B[rows]

@@ -15,10 +15,22 @@ from torch import Tensor
 from residual_ebm.models.energy_inputs import TextBridge, TextInputs
 
 _BATCHES_AT_ONCE = 16  # blocks of so many batches are encoded together and sorted by length
+_TOKENS_AT_ONCE = 4096  # on a CPU: what a layer hands to the next stays in the processor's cache
+
+
+def rows_at_once(batch_size: int, length: int, device: torch.device) -> int:
+    """How many blocks of so many tokens go through a network together, at most `batch_size`."""
+    if device.type != "cpu":
+        return batch_size
+    return max(1, min(batch_size, _TOKENS_AT_ONCE // length))
 
 
 def encoder_batches(
-    bridge: TextBridge, ids_BT: Tensor, length_B: Tensor | None, batch_size: int
+    bridge: TextBridge,
+    ids_BT: Tensor,
+    length_B: Tensor | None,
+    batch_size: int,
+    device: torch.device,
 ) -> Iterator[tuple[Tensor, TextInputs]]:
     """Which blocks, and what the encoder reads of them."""
     size = _BATCHES_AT_ONCE * batch_size
@@ -34,7 +46,9 @@ def encoder_batches(
             if number + 1 < len(pieces):
                 coming = thread.submit(encode, pieces[number + 1])
             order = sorted(range(len(encoded)), key=lambda row: len(encoded[row]))
-            for start in range(0, len(order), batch_size):
-                rows = order[start : start + batch_size]
+            longest = len(encoded[order[-1]])
+            at_once = rows_at_once(batch_size, longest, device)
+            for start in range(0, len(order), at_once):
+                rows = order[start : start + at_once]
                 inputs = bridge.pad([encoded[row] for row in rows])
                 yield piece.start + torch.tensor(rows), inputs
