@@ -149,7 +149,8 @@ def test_examples_show_what_each_model_would_have_said(
 
 
 def test_results_prints_the_saved_ones(rebm: Rebm, tiny_run: Path, results: dict[str, Any]) -> None:
-    assert answer(rebm, "results", tiny_run) == results
+    timings = json.loads((tiny_run / "timings.json").read_text())
+    assert answer(rebm, "results", tiny_run) == {**results, "timings": timings}
 
 
 @pytest.mark.parametrize("same_text", [True, False])

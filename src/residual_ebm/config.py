@@ -299,7 +299,7 @@ class Recipe(Section):
             names = [entry.name for entry in getattr(self, kind)]
             for name in names:
                 if names.count(name) > 1:
-                    at = kind.replace("corrections", "energies and sums")
+                    at = kind.replace("corrections", "energies")
                     raise refusal("is there twice; rename one", at=at, value=name)
         models = [model.name for model in self.language_models]
         plain = [model.name for model in self.language_models if model.residual_of is None]

@@ -1,5 +1,6 @@
 """A given continuation goes through the decoder like a drawn one, and disturbs none of those."""
 
+from copy import deepcopy
 from typing import Any
 
 import pytest
@@ -69,19 +70,16 @@ def test_the_others_are_drawn_as_without_them(mode: ContinuationMode) -> None:
 def test_a_given_row_cannot_be_told_from_a_drawn_one(dtype: torch.dtype) -> None:
     """The same tokens leave the same states, bit for bit: an energy that learns from them cannot
     find out which class it sees from how numbers were rounded."""
-    lm = LanguageModel(toys.language_model().model.to(dtype), toys.word_tokenizer())
-    try:
-        alone, _ = sample(lm, "fixed")
-        one_of_each_GC = alone.ids_NC.view(2, NUM_SAMPLES, -1)[:, 7]
-        decoded, features = sample(lm, "fixed", given_ids_GC=one_of_each_GC)
-        own_GC, drawn_NC = first_and_rest(decoded.ids_NC)
-        same_N = (drawn_NC.view(2, NUM_SAMPLES, -1) == own_GC[:, None]).all(-1)
-        assert same_N[:, 7].all()
-        for part in (features.hidden_BCH, features.log_prob_BC, features.entropy_BC):
-            own, drawn = first_and_rest(part)
-            assert torch.equal(own, drawn.view(2, NUM_SAMPLES, *part.shape[1:])[:, 7])
-    finally:
-        lm.model.to(torch.float32)
+    lm = LanguageModel(deepcopy(toys.language_model().model).to(dtype), toys.word_tokenizer())
+    alone, _ = sample(lm, "fixed")
+    one_of_each_GC = alone.ids_NC.view(2, NUM_SAMPLES, -1)[:, 7]
+    decoded, features = sample(lm, "fixed", given_ids_GC=one_of_each_GC)
+    own_GC, drawn_NC = first_and_rest(decoded.ids_NC)
+    same_N = (drawn_NC.view(2, NUM_SAMPLES, -1) == own_GC[:, None]).all(-1)
+    assert same_N[:, 7].all()
+    for part in (features.hidden_BCH, features.log_prob_BC, features.entropy_BC):
+        own, drawn = first_and_rest(part)
+        assert torch.equal(own, drawn.view(2, NUM_SAMPLES, *part.shape[1:])[:, 7])
 
 
 def test_prefixes_that_are_read_in_several_passes(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -79,6 +79,22 @@ def test_heat_learns_from_them_and_then_they_go(
     assert not run_dir.states.exists()
 
 
+def test_states_that_are_needed_again_come_back_the_same(tiny_copy: Path) -> None:
+    """A HeaT that was deleted is trained again to the same bytes, from the same negatives."""
+    recipe = load_recipe(str(tiny_copy / "recipe.yaml"))
+    run_dir = RunDirectory(tiny_copy)
+    head = run_dir.energy("heat") / "energy_head.safetensors"
+    drawn = run_dir.negatives("base", "train")
+    before = {path: path.read_bytes() for path in (head, *drawn.iterdir())}
+    negatives.run(recipe, run_dir)
+    assert not run_dir.states.exists()  # nobody needs them
+    shutil.rmtree(run_dir.energy("heat"))
+    negatives.run(recipe, run_dir)
+    assert is_complete(run_dir.states / "base" / "train")
+    train_energy.run(recipe, run_dir)
+    assert {path: path.read_bytes() for path in before} == before
+
+
 def test_an_interrupted_drawing_goes_on_with_both(tiny_copy: Path) -> None:
     recipe, run_dir = drawn_again(tiny_copy)
     states, drawn = run_dir.states / "base" / "train", run_dir.negatives("base", "train")

@@ -8,10 +8,11 @@ import functools
 
 import numpy as np
 
-from residual_ebm.config import HeadConfig, Recipe
+from residual_ebm.config import EnergyConfig, HeadConfig, Recipe
 from residual_ebm.files.blocks import Blocks, choose_blocks, read_blocks
 from residual_ebm.files.run_directory import RunDirectory
 from residual_ebm.files.states import WantedStates
+from residual_ebm.files.storage import is_complete
 from residual_ebm.models.kept_features import KeptFeatures
 from residual_ebm.models.language_model import LanguageModel
 from residual_ebm.models.layer_states import union_of
@@ -38,6 +39,7 @@ def run(recipe: Recipe, run_dir: RunDirectory, progress: Progress = QUIET) -> No
         sampling=recipe.negatives,
         folder=run_dir.negatives,
         states=functools.partial(_states, recipe, run_dir),
+        lacks_states=functools.partial(_lacks_states, recipe, run_dir),
     )
     draw_missing(recipe, run_dir, drawing, progress)
 
@@ -64,11 +66,7 @@ def _states(
     """HeaT learns from P_LM's states: keeping them as negatives are drawn saves reading every
     block once more. The real blocks are read beside their negatives, in one batch: states of the
     two classes must not differ in how they were rounded."""
-    heads = [
-        config.head or HeadConfig()
-        for config in recipe.energies
-        if config.kind == "heat" and recipe.language_model_of(config) == name
-    ]
+    heads = [config.head or HeadConfig() for config in _heads_on(recipe, name)]
     layers = union_of([head.layers for head in heads])
     num_blocks = num_prefixes * (1 + recipe.negatives.samples_per_prefix)
     num_tokens = recipe.block.num_new_tokens
@@ -78,3 +76,21 @@ def _states(
     if not KeptFeatures.fit(language_model, num_blocks, num_tokens, len(layers)):
         return None
     return WantedStates(run_dir.states / name / split, layers)
+
+
+def _lacks_states(recipe: Recipe, run_dir: RunDirectory, name: str, split: str) -> bool:
+    """Whether a HeaT is to be trained, again perhaps, on states that are not there: they come back,
+    and the same, with the same negatives."""
+    untrained = [
+        config for config in _heads_on(recipe, name) if not is_complete(run_dir.energy(config.name))
+    ]
+    return bool(untrained) and not is_complete(run_dir.states / name / split)
+
+
+def _heads_on(recipe: Recipe, language_model: str) -> list[EnergyConfig]:
+    """The HeaT energies that read this language model's states."""
+    return [
+        config
+        for config in recipe.energies
+        if config.kind == "heat" and recipe.language_model_of(config) == language_model
+    ]

@@ -49,6 +49,8 @@ class Drawing:
     heads: Callable[[LanguageModel, str, str], dict[Path, EnergyModel]] = lambda *_: {}
     # States of so many prefixes that energies will learn from, if any do.
     states: Callable[[LanguageModel, str, str, int], WantedStates | None] = lambda *_: None
+    # Whether such states of a language model and a split are needed and gone.
+    lacks_states: Callable[[str, str], bool] = lambda *_: False
 
 
 def draw_missing(
@@ -57,7 +59,11 @@ def draw_missing(
     """Draw what is not there yet, for every language model that an energy corrects."""
     use_recipe_threads(recipe)
     for name in recipe.sampled_language_models:
-        wanted = [split for split in drawing.splits if not is_complete(drawing.folder(name, split))]
+        wanted = [
+            split
+            for split in drawing.splits
+            if not is_complete(drawing.folder(name, split)) or drawing.lacks_states(name, split)
+        ]
         if not wanted:
             continue
         progress.stage(drawing.sentence.format(name=name))
@@ -67,6 +73,9 @@ def draw_missing(
         )
         for split in wanted:
             blocks, block_P = drawing.prefixes(split)
+            states = drawing.states(language_model, name, split, len(block_P))
+            if states is None and is_complete(drawing.folder(name, split)):
+                continue
             draw_samples(
                 language_model,
                 blocks,
@@ -79,7 +88,7 @@ def draw_missing(
                 progress=progress,
                 label=f"{drawing.purpose}, {split}",
                 heads=drawing.heads(language_model, name, split),
-                states=drawing.states(language_model, name, split, len(block_P)),
+                states=states,
             )
 
 
