@@ -20,7 +20,6 @@ from residual_ebm.estimation.weighted_sum import WeightedSum
 from residual_ebm.files.storage import check_manifest, checksum, new_folder, read_json, write_json
 from residual_ebm.models.energy import INFO, EnergyInfo, EnergyModel
 from residual_ebm.models.language_model import LanguageModel
-from residual_ebm.progress import QUIET, Progress
 
 _SUM = "sum.json"
 
@@ -79,31 +78,14 @@ class EnergySum:
     def num_parameters(self) -> int:
         return sum(member.num_parameters for member in self.members)
 
-    def energy(
-        self,
-        ids_BT: Tensor,
-        length_B: Tensor | None = None,
-        *,
-        prefix_length: int | None = None,
-        batch_size: int = 64,
-        progress: Progress = QUIET,
-    ) -> Tensor:
-        """Energies of blocks, float32."""
-        energies = [
-            member.energy(
-                ids_BT,
-                length_B,
-                prefix_length=prefix_length,
-                batch_size=batch_size,
-                progress=progress,
-            )
-            for member in self.members
-        ]
+    def energy(self, ids_BT: Tensor, length_B: Tensor | None = None, **options: Any) -> Tensor:
+        """Energies of blocks, float32; the options are those of `EnergyModel.energy`."""
+        energies = [member.energy(ids_BT, length_B, **options) for member in self.members]
         return self.of_members(torch.stack(energies, dim=1))
 
     def of_members(self, energy_BM: Tensor) -> Tensor:
-        weight_M = torch.from_numpy(self.weights.weight_M).to(energy_BM.device)
-        return (energy_BM.double() @ weight_M + self.weights.constant).float()
+        added_B = self.weights(energy_BM.double().cpu().numpy())
+        return torch.from_numpy(added_B).float().to(energy_BM.device)
 
 
 Energy = EnergyModel | EnergySum
