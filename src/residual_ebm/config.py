@@ -101,6 +101,7 @@ class TrainingConfig(Section):
     validate_every: Count
     checkpoint_every: Count
     patience: Count | None = None  # validations without improvement before stopping early
+    tokens_at_once: Count | None = None  # of a batch, in parts that follow each other; else all
 
     @model_validator(mode="before")
     @classmethod

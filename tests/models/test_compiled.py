@@ -307,7 +307,7 @@ def test_an_interrupted_compiled_training_ends_with_the_same_weights(
             compiled._compiled_forwards.clear()
         model = random_model("llama")
 
-        def loss_at(step: int) -> Tensor:
+        def loss_at(step: int, _part: int) -> Tensor:
             if step == stop_at:
                 signal.raise_signal(signal.SIGINT)
             return next_token_loss(model, ids_SBT[step])

@@ -30,6 +30,7 @@ from residual_ebm.errors import UserError
 from residual_ebm.files.run_directory import RunDirectory
 from residual_ebm.files.storage import write_bytes
 from residual_ebm.models import training as loop
+from residual_ebm.models.parts import parts_of, share_of
 from residual_ebm.models.training import (
     History,
     TrainingLog,
@@ -79,10 +80,13 @@ class Task:
         self.logged: list[tuple[int, dict[str, float]]] = []
         self.before_loss: Callable[[int], None] = lambda _: None
 
-    def loss_at(self, step: int) -> Tensor:
-        self.before_loss(step)
+    def loss_at(self, step: int, part: int) -> Tensor:
+        if part == 0:
+            self.before_loss(step)
         chosen = torch.from_numpy(batch_indices(NUM_ITEMS, self.config.batch_size, step, 0, "task"))
-        return self._loss(self.feature_BF[chosen], self.target_B[chosen])
+        rows = parts_of(self.config, 1)[part]
+        loss = self._loss(self.feature_BF[chosen[rows]], self.target_B[chosen[rows]])
+        return loss * share_of(rows, self.config)
 
     def validate(self) -> dict[str, float]:
         return {"loss": self._loss(self.feature_BF, self.target_B).item()}
@@ -102,6 +106,7 @@ class Task:
             "log": TrainingLog(lambda *entry: self.logged.append(entry), self.rewind),
             "progress": QUIET,
             "label": "task",
+            "num_parts": len(parts_of(self.config, 1)),
         }
         return train(self.network, self.config, **{**arguments, **changes})
 
@@ -358,8 +363,8 @@ def test_parameter_that_is_not_always_used(tmp_path: Path) -> None:
             self.network.register_parameter("sometimes", nn.Parameter(torch.ones(1)))
             self.network.register_parameter("never", nn.Parameter(torch.ones(1)))
 
-        def loss_at(self, step: int) -> Tensor:
-            loss = super().loss_at(step)
+        def loss_at(self, step: int, part: int) -> Tensor:
+            loss = super().loss_at(step, part)
             return loss + self.network.get_parameter("sometimes").sum() if step in (3, 8) else loss
 
     whole = Sometimes(tmp_path / "whole")
@@ -450,6 +455,34 @@ def test_gradients_are_clipped(tmp_path: Path) -> None:
         torch.testing.assert_close(value, before[name], rtol=0, atol=1e-3)
 
 
+def test_a_batch_in_parts_trains_the_same(tmp_path: Path) -> None:
+    whole = Task(training(), tmp_path / "whole", dropout=0.0)
+    whole.train()
+    parts = Task(training(tokens_at_once=3), tmp_path / "parts", dropout=0.0)
+    parts.train()
+    for name, value in parts.weights().items():
+        torch.testing.assert_close(value, whole.weights()[name], rtol=1e-3, atol=1e-4)
+    losses = [
+        [values["train_loss"] for _, values in task.logged if "train_loss" in values]
+        for task in (whole, parts)
+    ]
+    assert losses[1] == pytest.approx(losses[0], rel=1e-3)
+
+
+def test_each_part_drops_out_by_itself(tmp_path: Path) -> None:
+    """The seed is set once a step: parts with the same numbers would drop the same places."""
+    task = Task(training(steps=1, tokens_at_once=4), tmp_path, dropout=0.5)
+    drawn: list[Tensor] = []
+
+    def loss_at(_step: int, _part: int) -> Tensor:
+        drawn.append(task.network[2](torch.ones(64)))
+        return task.network(task.feature_BF).square().mean()
+
+    task.train(loss_at=loss_at)
+    assert len(drawn) == 2
+    assert not torch.equal(*drawn)
+
+
 def test_each_step_has_its_learning_rate(tmp_path: Path) -> None:
     task = Task(training(), tmp_path)
     task.train()
@@ -464,7 +497,9 @@ def test_each_step_has_its_learning_rate(tmp_path: Path) -> None:
 def test_loss_that_is_not_finite_is_a_user_error(tmp_path: Path, value: float) -> None:
     task = Task(training(), tmp_path)
     with pytest.raises(UserError, match=r"training\.learning_rate = 0\.05") as caught:
-        task.train(loss_at=lambda step: task.loss_at(step) * (value if step == 7 else 1))
+        task.train(
+            loss_at=lambda step, part: task.loss_at(step, part) * (value if step == 7 else 1)
+        )
     assert "at step 7" in str(caught.value)
 
 

@@ -45,7 +45,7 @@ class Task:
         self.stop_after: int | None = None
         self.steps = 0
 
-    def loss_at(self, step: int) -> Tensor:
+    def loss_at(self, step: int, _part: int = 0) -> Tensor:
         if step == 0:
             self.begun.append(self.module.weight.detach().clone())
         self.steps += 1

@@ -98,7 +98,7 @@ def train_lm(
 
     def run() -> None:
         with quick_backward(model), compiled_training(model, _LONG):
-            _train(model, lambda _step: next_token_loss(model, ids_BT), steps, precision)
+            _train(model, lambda _step, _part: next_token_loss(model, ids_BT), steps, precision)
 
     return Work(run, steps * batch_size * length)
 
@@ -119,7 +119,7 @@ def train_nce(
     energy = _encoder_energy(model, encoder, length)
     ids_BT = real_blocks(text, energy.language_model.tokenizer, 2 * num_pairs, length)
 
-    def loss_at(_step: int) -> Tensor:
+    def loss_at(_step: int, _part: int) -> Tensor:
         energy_B = energy(ids_BT)
         return nce_loss(energy_B[:num_pairs], energy_B[num_pairs:])
 

@@ -21,6 +21,10 @@ class MaskedTokens(NamedTuple):
     target_BL: Tensor  # the hidden token, or IGNORED
 
 
+def num_hidden(target_BL: Tensor) -> int:
+    return int((target_BL != IGNORED).sum())
+
+
 def mask_tokens(
     ids_BL: Tensor,
     mask_BL: Tensor,

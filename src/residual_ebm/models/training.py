@@ -110,7 +110,7 @@ def train(
     module: nn.Module,
     config: TrainingConfig,
     *,
-    loss_at: Callable[[int], Tensor],
+    loss_at: Callable[[int, int], Tensor],
     validate: Callable[[], dict[str, float]],
     seed: int,
     folder: Path,
@@ -118,8 +118,10 @@ def train(
     progress: Progress,
     label: str,
     dropout: bool = True,
+    num_parts: int = 1,
 ) -> History:
-    """Minimise `loss_at(step)`; leave the weights with the lowest validation `loss` in `module`.
+    """Minimise the sum of `loss_at(step, part)` over the parts of a step's batch; leave the weights
+    with the lowest validation `loss` in `module`.
 
     `folder` holds the state to resume from; the caller deletes it once the result is saved.
     """
@@ -145,20 +147,20 @@ def train(
             for group in optimiser.param_groups:
                 group["lr"] = learning_rate_at(step, config)
             module.train(dropout)
-            with (
-                torch_seed(seed, label, "dropout", step),
-                autocast(config.precision, device),
-                QuickDropout(),
-            ):
-                loss = loss_at(step)
+            optimiser.zero_grad(set_to_none=True)
+            loss = torch.zeros((), device=device)
+            with torch_seed(seed, label, "dropout", step):
+                for part in range(num_parts):
+                    with autocast(config.precision, device), QuickDropout():
+                        part_loss = loss_at(step, part)
+                    part_loss.backward()
+                    loss += part_loss.detach()
             if not torch.isfinite(loss):
                 raise UserError(
                     DIVERGED,
                     config.learning_rate,
                     f"the loss of {label} became {loss.item()} at step {step}; lower it",
                 )
-            optimiser.zero_grad(set_to_none=True)
-            loss.backward()
             norm = nn.utils.clip_grad_norm_(parameters.values(), config.max_grad_norm)
             optimiser.step()
             history.step += 1

@@ -42,7 +42,8 @@ def next_token_loss(model: PreTrainedModel, ids_BT: Tensor) -> Tensor:
 def masked_token_loss(
     model: PreTrainedModel, ids_BL: Tensor, mask_BL: Tensor, target_BL: Tensor
 ) -> Tensor:
-    """Mean cross-entropy of the hidden tokens; the vocabulary layer is given no others."""
+    """Mean cross-entropy of the hidden tokens, 0 without any; the vocabulary layer is given no
+    others."""
     device = model.device
     place_R = (target_BL != IGNORED).flatten().nonzero()[:, 0].to(device)
 
@@ -57,7 +58,8 @@ def masked_token_loss(
     if logits_RV.ndim > 2:  # a layer that is not called, only its weights used, has seen all tokens
         logits_RV = logits_RV.flatten(0, 1).index_select(0, place_R)
     target_R = target_BL.to(device).flatten()[place_R]
-    return nn.functional.cross_entropy(logits_RV.float(), target_R)
+    total = nn.functional.cross_entropy(logits_RV.float(), target_R, reduction="sum")
+    return total / max(1, len(target_R))
 
 
 _known: WeakKeyDictionary[PreTrainedModel, bool] = WeakKeyDictionary()

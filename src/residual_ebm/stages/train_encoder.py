@@ -4,6 +4,7 @@ An encoder reads exactly what its energy will read: the blocks through the same 
 text first when its tokenizer is not the language model's.
 """
 
+import functools
 from pathlib import Path
 
 import numpy as np
@@ -31,7 +32,8 @@ from residual_ebm.models.loading import (
     load_tokenizer,
     train_every_embedding,
 )
-from residual_ebm.models.masking import mask_tokens
+from residual_ebm.models.masking import mask_tokens, num_hidden
+from residual_ebm.models.parts import parts_of
 from residual_ebm.models.training import History, batch_indices, forget_training
 from residual_ebm.models.vocabulary_loss import masked_token_loss
 from residual_ebm.progress import QUIET, Progress
@@ -142,19 +144,28 @@ def _train(
     bridge = TextBridge(lm_tokenizer, tokenizer, context_length(model.config))
     training = config.training
 
-    def loss_of(part: Blocks, step: int, purpose: str) -> Tensor:
-        inputs = bridge(torch.from_numpy(part.ids_BT), torch.from_numpy(part.length_B))
+    parts = parts_of(training, recipe.block.length)
+
+    def hide(batch: Blocks, step: int, purpose: str) -> tuple[Tensor, Tensor, Tensor]:
+        inputs = bridge(torch.from_numpy(batch.ids_BT), torch.from_numpy(batch.length_B))
         draw = generator(recipe.seed, config.name, purpose, step)
         masked = mask_tokens(
             inputs.ids_BL, inputs.mask_BL, tokenizer, config.mask_probability, draw
         )
-        return masked_token_loss(model, masked.ids_BL, inputs.mask_BL, masked.target_BL)
+        return masked.ids_BL, inputs.mask_BL, masked.target_BL
 
-    def loss_at(step: int) -> Tensor:
+    @functools.lru_cache(maxsize=1)  # the parts of a step are of one batch
+    def batch_at(step: int) -> tuple[Tensor, Tensor, Tensor]:
         chosen = batch_indices(
             len(blocks["train"]), training.batch_size, step, recipe.seed, config.name
         )
-        return loss_of(blocks["train"].select(chosen), step, "mask")
+        return hide(blocks["train"].select(chosen), step, "mask")
+
+    def loss_at(step: int, part: int) -> Tensor:
+        ids_BL, mask_BL, target_BL = batch_at(step)
+        rows = parts[part]
+        loss = masked_token_loss(model, ids_BL[rows], mask_BL[rows], target_BL[rows])
+        return loss * num_hidden(target_BL[rows]) / num_hidden(target_BL)
 
     def validate() -> dict[str, float]:
         count = min(_VALIDATION_BLOCKS, len(blocks["validation"]))
@@ -163,7 +174,8 @@ def _train(
             chosen = np.arange(start, min(start + training.batch_size, count))
             part = blocks["validation"].select(chosen)
             # Keyed by the place, not the step: every validation hides the same tokens.
-            total += loss_of(part, start, "validation_mask").item() * len(part)
+            loss = masked_token_loss(model, *hide(part, start, "validation_mask"))
+            total += loss.item() * len(part)
         return {"loss": total / count}
 
     return train_in_run(
@@ -177,4 +189,5 @@ def _train(
         validate=validate,
         seed=recipe.seed,
         progress=progress,
+        num_parts=len(parts),
     )

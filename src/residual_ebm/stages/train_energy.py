@@ -28,6 +28,7 @@ from residual_ebm.models.energy_inputs import TextBridge
 from residual_ebm.models.kept_features import KeptFeatures
 from residual_ebm.models.language_model import LanguageModel
 from residual_ebm.models.loading import context_length, load_pretrained, load_tokenizer
+from residual_ebm.models.parts import parts_of, share_of
 from residual_ebm.models.training import History, batch_indices, forget_training
 from residual_ebm.progress import QUIET, Progress
 from residual_ebm.randomness import generator, torch_seed
@@ -180,12 +181,18 @@ def train_nce(
         for part in (contrast, validation)
     }
 
-    def loss_at(step: int) -> Tensor:
+    tokens_per_item = energy.tokens_read(contrast.positives.ids_BT.shape[1], 1 + wanted)
+    # Text of another vocabulary has about as many tokens.
+    parts = parts_of(training, tokens_per_item or contrast.positives.ids_BT.shape[1] * (1 + wanted))
+
+    def loss_at(step: int, part: int) -> Tensor:
         prefix_B = batch_indices(len(contrast), training.batch_size, step, seed, config.name)
         draw = generator(seed, config.name, "negatives", step)
         order_BS = draw.random((len(prefix_B), contrast.num_stored)).argsort(axis=1)
-        energy_BJ = energies[id(contrast)](prefix_B, order_BS[:, :wanted])
-        return nce_loss(energy_BJ[:, 0], energy_BJ[:, 1:].flatten())
+        rows = parts[part]
+        energy_BJ = energies[id(contrast)](prefix_B[rows], order_BS[rows, :wanted])
+        share = share_of(rows, training)
+        return share * nce_loss(energy_BJ[:, 0], energy_BJ[:, 1:].flatten())
 
     def validate() -> dict[str, float]:
         parts = []
@@ -207,11 +214,12 @@ def train_nce(
         run_dir.energy(config.name),
         energy.network,
         training,
-        tokens_per_item=energy.tokens_read(contrast.positives.ids_BT.shape[1], 1 + wanted),
+        tokens_per_item=tokens_per_item,
         loss_at=loss_at,
         validate=validate,
         seed=seed,
         progress=progress,
+        num_parts=len(parts),
     )
 
 

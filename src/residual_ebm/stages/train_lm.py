@@ -19,6 +19,7 @@ from residual_ebm.models.energy_inputs import same_vocabulary
 from residual_ebm.models.language_model import end_of_text_id
 from residual_ebm.models.layer_states import check_layers
 from residual_ebm.models.loading import load_pretrained, load_tokenizer
+from residual_ebm.models.parts import parts_of, share_of
 from residual_ebm.models.ralm import RalmForCausalLM
 from residual_ebm.models.training import History, batch_indices, forget_training
 from residual_ebm.models.vocabulary_loss import next_token_loss
@@ -146,11 +147,14 @@ def _train(
     training = config.training
     windows = {split: training_windows(recipe, run_dir, split) for split in ("train", "validation")}
 
-    def loss_at(step: int) -> Tensor:
+    parts = parts_of(training, recipe.block.length)
+
+    def loss_at(step: int, part: int) -> Tensor:
         chosen = batch_indices(
             len(windows["train"]), training.batch_size, step, recipe.seed, config.name
         )
-        return _loss(model, windows["train"][chosen])
+        share = share_of(parts[part], training)
+        return share * _loss(model, windows["train"][chosen[parts[part]]])
 
     def validate() -> dict[str, float]:
         total = count = 0.0
@@ -171,6 +175,7 @@ def _train(
         seed=recipe.seed,
         progress=progress,
         dropout=False,
+        num_parts=len(parts),
     )
 
 
