@@ -21,6 +21,7 @@ STAGE_HELP = {
     "train-energy": "train the energies by noise contrastive estimation",
     "proposals": "draw proposals for the evaluation prefixes",
     "evaluate": "perplexity of every model, with bounds and diagnostics",
+    "analyze": "number of samples, repetition, densities, the energy as a detector",
 }
 
 JSON_HELP = "print JSON to standard output"

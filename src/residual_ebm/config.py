@@ -273,6 +273,7 @@ class EvaluationConfig(Section):
     bootstrap_resamples: Count = 2000
     fit_energy_scale: bool = True
     num_examples: Annotated[int, Field(ge=0)] = 3
+    num_draws: Annotated[int, Field(ge=2)] = 10  # samples a prefix for repetition and densities
 
 
 class Recipe(Section):

@@ -34,6 +34,7 @@ class RunDirectory:
         self.metrics = path / "metrics.jsonl"
         self.states = path / "states"
         self.results = path / "results.json"
+        self.analysis = path / "analysis.json"
         self.tensorboard = path / "tensorboard"
 
     def language_model(self, name: str) -> Path:

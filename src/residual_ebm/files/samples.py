@@ -42,6 +42,16 @@ class SampleRows:
     def __len__(self) -> int:
         return len(self.prefix_N)
 
+    def select(self, chosen: np.ndarray) -> "SampleRows":
+        """Some rows, by number or by a mask."""
+        return SampleRows(
+            self.prefix_N[chosen],
+            self.sample_N[chosen],
+            self.ids_NC[chosen],
+            self.length_N[chosen],
+            self.lm_log_prob_N[chosen],
+        )
+
 
 def plan_shards(num_prefixes: int, num_samples: int, config: SamplingConfig) -> list[list[Chunk]]:
     """Cut (prefixes x samples) into chunks of at most chunk_size rows, and those into shards."""
@@ -95,6 +105,25 @@ def join_rows(parts: list[SampleRows]) -> SampleRows:
         np.concatenate([part.length_N for part in parts]),
         np.concatenate([part.lm_log_prob_N for part in parts]),
     )
+
+
+def pick_rows(folder: Path, prefix_K: np.ndarray, sample_K: np.ndarray) -> SampleRows:
+    """The rows of some (prefix, sample) pairs, in their order, read shard by shard."""
+    wanted_K = _keys(prefix_K, sample_K)
+    parts = []
+    for path in sorted(folder.glob("shard-*.arrow")):
+        rows = read_rows(path)
+        chosen = np.isin(_keys(rows.prefix_N, rows.sample_N), wanted_K)
+        parts.append(rows.select(chosen))
+    found = join_rows(parts)
+    key_N = _keys(found.prefix_N, found.sample_N)
+    order = np.argsort(key_N)
+    place_K = np.searchsorted(key_N, wanted_K, sorter=order)
+    return found.select(order[place_K])
+
+
+def _keys(prefix_N: np.ndarray, sample_N: np.ndarray) -> np.ndarray:
+    return (np.asarray(prefix_N, dtype=np.int64) << 32) | np.asarray(sample_N, dtype=np.int64)
 
 
 @dataclass(frozen=True)

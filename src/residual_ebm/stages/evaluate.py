@@ -83,6 +83,7 @@ def run(recipe: Recipe, run_dir: RunDirectory, progress: Progress = QUIET) -> No
         "examples": choose_examples(recipe, run_dir, best) if best else [],
         "resolved_recipe": recipe.model_dump(mode="json"),
     }
+    run_dir.analysis.unlink(missing_ok=True)  # of results that are made anew
     write_json(run_dir.results, plain_numbers(results))
 
 
@@ -93,7 +94,7 @@ def _pretrained(recipe: Recipe) -> list[str]:
     return list(dict.fromkeys(sources))
 
 
-def _resampling(recipe: Recipe) -> dict[str, Any]:
+def resampling(recipe: Recipe) -> dict[str, Any]:
     return {
         "num_resamples": recipe.evaluation.bootstrap_resamples,
         "seed": derive_seed(recipe.seed, "evaluation"),
@@ -116,7 +117,7 @@ def _language_model_row(recipe: Recipe, name: str, run_dir: RunDirectory) -> dic
             part.length_B - recipe.block.prefix_length,
             part.document_B,
         )
-        row[split] = asdict(base_perplexity(prefixes, **_resampling(recipe)))
+        row[split] = asdict(base_perplexity(prefixes, **resampling(recipe)))
     row["training"] = read_json(run_dir.language_model(name) / "training.json")
     return row
 
@@ -130,7 +131,7 @@ def _floor(recipe: Recipe, run_dir: RunDirectory, split: str) -> dict[str, Any] 
     prefixes = Prefixes(
         part.true_log_prob_B, part.length_B - recipe.block.prefix_length, part.document_B
     )
-    return asdict(base_perplexity(prefixes, **_resampling(recipe)))
+    return asdict(base_perplexity(prefixes, **resampling(recipe)))
 
 
 def _energy_rows(
@@ -202,7 +203,7 @@ def _joint_row(
 ) -> dict[str, Any]:
     real, log_weights = read_scored(run_dir, energy, split)
     summaries = summarise(real, log_weights, scale)
-    joint = joint_perplexity(prefixes_of(real), summaries, **_resampling(recipe))
+    joint = joint_perplexity(prefixes_of(real), summaries, **resampling(recipe))
     base = perplexity(real.lm_log_prob_P, real.num_tokens_P)
     found = flags(joint, base)
     if scale > 0.99 * _LARGEST_SCALE:
@@ -237,6 +238,8 @@ def plain_numbers(value: Any) -> Any:
         return {str(key): plain_numbers(item) for key, item in value.items()}
     if hasattr(value, "_asdict"):
         return plain_numbers(value._asdict())
+    if isinstance(value, np.ndarray):
+        return plain_numbers(value.tolist())
     if isinstance(value, list | tuple):
         return [plain_numbers(item) for item in value]
     if isinstance(value, np.generic):

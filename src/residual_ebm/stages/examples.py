@@ -14,7 +14,7 @@ from residual_ebm.config import Recipe
 from residual_ebm.estimation.importance import effective_sample_size, resample
 from residual_ebm.files.log_weights import REAL, read_log_weights, read_real
 from residual_ebm.files.run_directory import RunDirectory
-from residual_ebm.files.samples import read_rows, shard_path
+from residual_ebm.files.samples import pick_rows
 from residual_ebm.models.loading import load_tokenizer
 from residual_ebm.randomness import derive_seed, generator, uniform
 from residual_ebm.stages.proposals import evaluation_prefixes
@@ -68,15 +68,10 @@ def _pick(recipe: Recipe, prefix: int, log_weight_N: np.ndarray) -> dict[str, in
 def _continuations(
     proposals: Path, wanted: dict[int, dict[str, int]], tokenizer: PreTrainedTokenizerFast
 ) -> dict[tuple[int, int], str]:
-    """Texts of the wanted (prefix, sample) pairs, read shard by shard."""
-    pairs = {(prefix, sample) for prefix, roles in wanted.items() for sample in roles.values()}
-    texts: dict[tuple[int, int], str] = {}
-    number = 0
-    while len(texts) < len(pairs):
-        rows = read_rows(shard_path(proposals, number))
-        for row in np.flatnonzero(np.isin(rows.prefix_N, list(wanted))):
-            key = (int(rows.prefix_N[row]), int(rows.sample_N[row]))
-            if key in pairs:
-                texts[key] = tokenizer.decode(rows.ids_NC[row, : rows.length_N[row]])
-        number += 1
-    return texts
+    """Texts of the wanted (prefix, sample) pairs."""
+    pairs = [(prefix, sample) for prefix, roles in wanted.items() for sample in roles.values()]
+    rows = pick_rows(proposals, *np.array(pairs, dtype=np.int64).reshape(-1, 2).T)
+    return {
+        pair: str(tokenizer.decode(ids_C[:length]))
+        for pair, ids_C, length in zip(pairs, rows.ids_NC, rows.length_N, strict=True)
+    }

@@ -8,6 +8,7 @@ from residual_ebm.files.run_directory import RunDirectory
 from residual_ebm.files.storage import is_complete, read_json
 from residual_ebm.progress import QUIET, Progress
 from residual_ebm.stages import (
+    analyze,
     evaluate,
     negatives,
     prepare,
@@ -29,6 +30,7 @@ STAGES: dict[str, Stage] = {
     "train-energy": train_energy.run,
     "proposals": proposals.run,
     "evaluate": evaluate.run,
+    "analyze": analyze.run,
 }
 
 
@@ -69,5 +71,6 @@ def progress_of(recipe: Recipe, run_dir: RunDirectory) -> list[dict[str, str]]:
         begun = folder.exists() or resume_folder(folder).exists()
         state = "done" if is_complete(folder) else "begun" if begun else "missing"
         states.append({"what": what, "state": state})
-    states.append({"what": "results", "state": "done" if run_dir.results.exists() else "missing"})
+    for what, path in (("results", run_dir.results), ("analysis", run_dir.analysis)):
+        states.append({"what": what, "state": "done" if path.exists() else "missing"})
     return states

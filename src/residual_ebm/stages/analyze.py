@@ -1,0 +1,198 @@
+"""What a finished run shows beside its table: the analyses of section 4.3, from files alone.
+
+For every energy: bounds against the number of samples (Figure 2 left), unique n-grams of real text,
+base and joint samples (Figure 2 right), densities of log-probs (Figure 3), and the energy as a
+detector. Joint samples are resampled from the first half of a prefix's proposals and Z comes from
+the second half, so a sample does not count in the Z that normalises it.
+
+Shapes: P prefixes, N proposals of a prefix, D draws for each, C tokens of a continuation.
+"""
+
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import torch
+
+from residual_ebm.config import Recipe
+from residual_ebm.estimation.bootstrap import perplexity
+from residual_ebm.estimation.density import log_prob_densities
+from residual_ebm.estimation.detection import auc, calibration, rank_among, roc
+from residual_ebm.estimation.importance import energy_of, resample
+from residual_ebm.estimation.nce import nce_accuracy
+from residual_ebm.estimation.partition import bounds_on_disjoint_subsets, log_partition_bounds
+from residual_ebm.estimation.repetition import unique_ngrams
+from residual_ebm.files.log_weights import RealContinuations
+from residual_ebm.files.run_directory import RunDirectory
+from residual_ebm.files.samples import SampleRows, pick_rows
+from residual_ebm.files.source_commit import source_commit
+from residual_ebm.files.storage import write_json
+from residual_ebm.progress import QUIET, Progress
+from residual_ebm.randomness import derive_seed, uniform
+from residual_ebm.stages.evaluate import plain_numbers, read_scored, resampling
+from residual_ebm.stages.proposals import evaluation_prefixes
+
+SENTENCE = "Analysing: number of samples, repetition, densities, the energy as a detector"
+_FEWEST_SAMPLES = 8
+_NGRAM_ORDERS = (2, 3, 4)
+_DETECTED_SAMPLES = 200  # proposals of a prefix that the detector is tried on
+_CURVE_POINTS = 101  # of a ROC curve, as it is kept
+
+
+def run(recipe: Recipe, run_dir: RunDirectory, progress: Progress = QUIET) -> None:
+    if run_dir.analysis.exists():
+        return
+    progress.stage(SENTENCE)
+    analysis = {
+        "recipe": recipe.name,
+        "commit": source_commit(),
+        "seed": recipe.seed,
+        "split": "test",
+        "num_prefixes": len(evaluation_prefixes(recipe, run_dir, "test")[1]),
+        "num_samples": recipe.proposals.num_samples,
+        "num_draws": num_draws(recipe),
+        "energies": {
+            entry.name: _of_energy(recipe, run_dir, entry.name) for entry in recipe.corrections
+        },
+    }
+    write_json(run_dir.analysis, plain_numbers(analysis))
+
+
+def num_draws(recipe: Recipe) -> int:
+    """Samples of each model for a prefix; base samples are taken from half of the proposals."""
+    return min(recipe.evaluation.num_draws, recipe.proposals.num_samples // 2)
+
+
+def _of_energy(recipe: Recipe, run_dir: RunDirectory, energy: str) -> dict[str, Any]:
+    real, log_weights = read_scored(run_dir, energy, "test")
+    drawn = _draw(recipe, run_dir, energy, real, log_weights)
+    return {
+        "language_model": recipe.corrected_by(energy),
+        "bounds": _bounds_by_samples(real, log_weights),
+        "repetition": _repetition(recipe, run_dir, drawn),
+        "density": _densities(recipe, real, drawn),
+        "detector": _detector(real, log_weights),
+    }
+
+
+@dataclass(frozen=True)
+class _Drawn:
+    """D samples of the base LM and of the joint model for each of P prefixes, prefix by prefix."""
+
+    base: SampleRows
+    joint: SampleRows
+    joint_log_weight_PD: np.ndarray
+    log_partition_P: np.ndarray  # from proposals that were not resampled
+
+
+def _draw(
+    recipe: Recipe,
+    run_dir: RunDirectory,
+    energy: str,
+    real: RealContinuations,
+    log_weights: list[np.ndarray],
+) -> _Drawn:
+    count = num_draws(recipe)
+    seed = derive_seed(recipe.seed, "analysis", energy)
+    chosen, chosen_log_weight, log_partition = [], [], []
+    for prefix, log_weight_N in enumerate(log_weights):
+        half = len(log_weight_N) // 2
+        draw_D = torch.from_numpy(uniform(seed, prefix, 0, 0, count))
+        index_D = resample(torch.from_numpy(log_weight_N[:half]), draw_D).numpy()
+        chosen.append(index_D)
+        chosen_log_weight.append(log_weight_N[index_D])
+        log_partition.append(float(log_partition_bounds(log_weight_N[half:]).lower))
+    prefix_K = np.repeat(np.arange(len(real.block_P)), count)
+    proposals = run_dir.proposals(recipe.corrected_by(energy), "test")
+    return _Drawn(
+        pick_rows(proposals, prefix_K, np.tile(np.arange(count), len(real.block_P))),
+        pick_rows(proposals, prefix_K, np.concatenate(chosen)),
+        np.stack(chosen_log_weight),
+        np.array(log_partition),
+    )
+
+
+def _bounds_by_samples(
+    real: RealContinuations, log_weights: list[np.ndarray]
+) -> list[dict[str, float]]:
+    """Perplexity from 8, 16, 32 ... samples a prefix, up to all there are."""
+    total = len(log_weights[0])
+    counts = [2**power for power in range(3, total.bit_length()) if 2**power < total]
+    rows = []
+    for count in [*counts, total]:
+        bounds = [bounds_on_disjoint_subsets(values, count) for values in log_weights]
+        row: dict[str, float] = {"num_samples": count}
+        for side in ("lower", "upper"):
+            log_partition_P = np.array([float(getattr(bound, side)) for bound in bounds])
+            log_prob_P = real.lm_log_prob_P + real.log_weight_P - log_partition_P
+            row[side] = perplexity(log_prob_P, real.num_tokens_P)
+        rows.append(row)
+    return rows
+
+
+def _repetition(recipe: Recipe, run_dir: RunDirectory, drawn: _Drawn) -> list[dict[str, Any]]:
+    """Unique n-grams of sets with one passage a prefix; of samples, mean and spread over sets."""
+    blocks, block_P = evaluation_prefixes(recipe, run_dir, "test")
+    part = blocks.select(block_P)
+    start = recipe.block.prefix_length
+    passages = [ids[start:end] for ids, end in zip(part.ids_BT, part.length_B, strict=True)]
+    sets = {"real": [passages], "base": _sets(drawn.base), "joint": _sets(drawn.joint)}
+    rows = []
+    for order in _NGRAM_ORDERS:
+        if not any(len(ids) >= order for ids in passages):
+            continue
+        row: dict[str, Any] = {"order": order}
+        for name, found in sets.items():
+            shares = np.array([unique_ngrams(one, order) for one in found])
+            row[name] = {
+                "among": shares[:, 0].mean(),
+                "within": shares[:, 1].mean(),
+                "among_spread": shares[:, 0].std(ddof=1) if len(shares) > 1 else None,
+                "within_spread": shares[:, 1].std(ddof=1) if len(shares) > 1 else None,
+            }
+        rows.append(row)
+    return rows
+
+
+def _sets(rows: SampleRows) -> list[list[np.ndarray]]:
+    """The d-th draws of all prefixes, for every d."""
+    num_prefixes = int(rows.prefix_N.max()) + 1
+    count = len(rows) // num_prefixes
+    passages = [ids[:end] for ids, end in zip(rows.ids_NC, rows.length_N, strict=True)]
+    return [passages[first::count] for first in range(count)]
+
+
+def _densities(recipe: Recipe, real: RealContinuations, drawn: _Drawn) -> dict[str, Any]:
+    """Under the base LM its own samples, under the joint model its own, each beside real text."""
+    shape = drawn.joint_log_weight_PD.shape
+    joint_PD = drawn.joint.lm_log_prob_N.reshape(shape) + drawn.joint_log_weight_PD
+    normalised_PD = joint_PD - drawn.log_partition_P[:, None]
+    real_joint_P = real.lm_log_prob_P + real.log_weight_P - drawn.log_partition_P
+    base_PD = drawn.base.lm_log_prob_N.reshape(shape)
+    pairs = {"base": (real.lm_log_prob_P, base_PD), "joint": (real_joint_P, normalised_PD)}
+    return {
+        name: log_prob_densities(real_P, sample_PD, real.document_P, **resampling(recipe))
+        for name, (real_P, sample_PD) in pairs.items()
+    }
+
+
+def _detector(real: RealContinuations, log_weights: list[np.ndarray]) -> dict[str, Any]:
+    real_P = energy_of(real.log_weight_P).numpy()
+    sample_energies = [energy_of(values).numpy() for values in log_weights]
+    sample_M = np.concatenate([values[:_DETECTED_SAMPLES] for values in sample_energies])
+    curve = roc(real_P, sample_M)
+    kept = np.linspace(0, len(curve.false_positive_K) - 1, _CURVE_POINTS).round().astype(int)
+    return {
+        "accuracy": float(nce_accuracy(real_P, sample_M)),
+        "auc": auc(real_P, sample_M),
+        "calibration": calibration(real_P, sample_M),
+        "roc": {
+            "false_positive": curve.false_positive_K[kept],
+            "true_positive": curve.true_positive_K[kept],
+        },
+        # The share of a prefix's proposals that look more real than the real continuation.
+        "ranks": [
+            rank_among(float(one), values)
+            for one, values in zip(real_P, sample_energies, strict=True)
+        ],
+    }
