@@ -99,6 +99,21 @@ def build_parser() -> argparse.ArgumentParser:
     _add_run(gap, energy=True)
     gap.add_argument("--num-passages", type=int, default=5, metavar="N", help="default 5")
 
+    report = commands_.add_parser(
+        "report", help="one page about a run, or about several: table, figures, examples, flags"
+    )
+    report.set_defaults(call=commands.report)
+    report.add_argument("runs", nargs="+", type=Path, metavar="RUN", help="run directories")
+    report.add_argument(
+        "--out", type=Path, metavar="FILE", help="default: report.html in the run, or here"
+    )
+    report.add_argument(
+        "--format", choices=("html", "md"), default="html", help="md: Markdown and image files"
+    )
+    report.add_argument(
+        "--figures", type=Path, metavar="FOLDER", help="also write the figures as SVG and PNG"
+    )
+
     bench = commands_.add_parser("bench", help="how fast we are, beside what one would use instead")
     bench.set_defaults(call=commands.bench)
     bench.add_argument("names", nargs="*", metavar="NAME", help="benchmarks to run; default: all")

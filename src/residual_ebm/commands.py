@@ -125,7 +125,21 @@ def run(recipe: str, overrides: list[str], out: Path | None, dry_run: bool) -> O
         )
     with open_run(folder, loaded) as run_dir:
         data = run_all(loaded, run_dir, progress)
-    return Output(data, lambda: _show_results(data, folder))
+    (page,) = _write_report([folder])
+    return Output(data, lambda: _show_results(data, folder, page))
+
+
+def _write_report(
+    runs: list[Path], out: Path | None = None, format: str = "html", figures: Path | None = None
+) -> list[Path]:
+    from residual_ebm.report.report_files import write_report
+
+    return write_report(runs, out, format, figures)
+
+
+def report(runs: list[Path], out: Path | None, format: str, figures: Path | None) -> Output:
+    written = [str(path) for path in _write_report(runs, out, format, figures)]
+    return _lines({"page": written[0], "figures": written[1:]}, written)
 
 
 def stage(stage: str, recipe: str, overrides: list[str], out: Path | None) -> Output:
@@ -141,12 +155,14 @@ def stage(stage: str, recipe: str, overrides: list[str], out: Path | None) -> Ou
     return _lines({"stage": stage, "run": str(folder)}, [f"{stage}: done in {folder}"])
 
 
-def _show_results(data: dict[str, Any], folder: Path) -> None:
+def _show_results(data: dict[str, Any], folder: Path, page: Path | None = None) -> None:
     from residual_ebm.report.table import print_results
 
     print_results(data, Console())
     # As it was called: in a virtual environment that is not active, `rebm` is not on the path.
     called = sys.argv[0] if Path(sys.argv[0]).name == "rebm" else "rebm"
+    if page is not None:
+        print(f"\nThe report, with figures: {page}")
     print("\nWhat to try next:")
     for command, meaning in next_commands(data, shlex.quote(str(folder))):
         print(f"  {shlex.quote(called)} {command}    # {meaning}")
@@ -314,7 +330,7 @@ def score(
 
 def gap(run: Path, energy: str | None, num_passages: int) -> Output:
     from residual_ebm.files.run_directory import RunDirectory
-    from residual_ebm.report.table import one_line
+    from residual_ebm.report.rows import one_line
     from residual_ebm.stages.gap import gap_report
 
     if num_passages < 0:

@@ -1,10 +1,10 @@
 """Benchmarks as a page: tables in Markdown, a chart, and the numbers themselves beside it."""
 
-import io
 from pathlib import Path
 from typing import Any
 
 from residual_ebm.files.storage import read_json, write_bytes, write_json
+from residual_ebm.report.charts import INK, image_of, new_chart, style
 
 _COLOURS = {"ours": "#2a7f62", "other": "#8a8f98"}
 
@@ -108,27 +108,17 @@ def _table(benchmark: dict[str, Any]) -> list[str]:
 
 def _chart(results: dict[str, Any]) -> bytes:
     """A bar for every alternative of every benchmark: our rate by its rate."""
-    import matplotlib
-
-    matplotlib.use("svg")
-    from matplotlib import pyplot
-
     bars = [
         (f"{name}: {other}", ratio)
         for name, benchmark in results["benchmarks"].items()
         for other, ratio in benchmark["ours_to"].items()
     ][::-1]
-    # The same numbers give the same file.
-    with matplotlib.rc_context({"svg.hashsalt": "residual-ebm", "svg.fonttype": "none"}):
-        figure, axes = pyplot.subplots(figsize=(8, 0.8 + 0.32 * max(1, len(bars))))
+    with style():
+        figure, axes = new_chart(8, 0.8 + 0.32 * max(1, len(bars)))
         colours = [_COLOURS["ours" if ratio >= 1 else "other"] for _, ratio in bars]
         drawn = axes.barh([label for label, _ in bars], [ratio for _, ratio in bars], color=colours)
         axes.bar_label(drawn, [f" {ratio:.1f} x" for _, ratio in bars])
-        axes.axvline(1, color="black", linewidth=0.8)
+        axes.axvline(1, color=INK, linewidth=0.8)
         axes.set_xlabel("our rate by theirs")
-        axes.spines[["top", "right"]].set_visible(False)
         axes.margins(x=0.12)
-        image = io.BytesIO()
-        figure.savefig(image, format="svg", bbox_inches="tight", metadata={"Date": None})
-        pyplot.close(figure)
-    return image.getvalue()
+        return image_of(figure, "svg")

@@ -4,13 +4,14 @@ A published result is what `rebm results RUN --json` printed for a finished run.
 """
 
 import argparse
-import io
+import itertools
 from pathlib import Path
 from typing import Any
 
 from residual_ebm.files.storage import write_bytes
+from residual_ebm.report.charts import CYCLE, image_of, new_chart, plot_curve, style
 from residual_ebm.report.published import published_names, read_published
-from residual_ebm.report.table import (
+from residual_ebm.report.rows import (
     bounds_text,
     count_text,
     interval_text,
@@ -169,34 +170,22 @@ def _items_seen(row: dict[str, Any], config: dict[str, Any]) -> int:
 
 def curves(results: dict[str, Any]) -> bytes:
     """Validation losses by step, language models and energies apart."""
-    import matplotlib
-
-    matplotlib.use("svg")
-    from matplotlib import pyplot
-
     plain = [row for row in results["joint_models"] if not row["scaled"]]
     groups = {"language models": results["language_models"], "energies": plain}
-    with matplotlib.rc_context({"svg.hashsalt": "residual-ebm", "svg.fonttype": "none"}):
-        figure, both = pyplot.subplots(1, 2, figsize=(9, 3.4))
+    with style():
+        figure, both = new_chart(9, 3.4, columns=2)
         for axes, (title, rows) in zip(both, groups.items(), strict=True):
-            for row in rows:
+            for colour, row in zip(itertools.cycle(CYCLE), rows, strict=False):
                 points = row["training"].get("validations") or []
-                steps = [point["step"] for point in points]
-                losses = [point["loss"] for point in points]
-                if len(points) > 1:
-                    axes.plot(steps, losses, marker="o", markersize=3, label=row["name"])
-                elif points:
-                    axes.plot(steps, losses, "o", label=row["name"])
+                if points:
+                    losses = [(point["step"], point["loss"]) for point in points]
+                    plot_curve(axes, losses, row["name"], color=colour)
             axes.set_title(title)
             axes.set_xlabel("step")
             axes.set_ylabel("validation loss")
-            axes.spines[["top", "right"]].set_visible(False)
             if axes.has_data():
-                axes.legend(fontsize=7, frameon=False)
-        image = io.BytesIO()
-        figure.savefig(image, format="svg", bbox_inches="tight", metadata={"Date": None})
-        pyplot.close(figure)
-    return image.getvalue()
+                axes.legend()
+        return image_of(figure, "svg")
 
 
 def write_results_page(path: Path) -> None:

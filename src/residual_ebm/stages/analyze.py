@@ -30,12 +30,14 @@ from residual_ebm.files.storage import write_json
 from residual_ebm.progress import QUIET, Progress
 from residual_ebm.randomness import derive_seed, uniform
 from residual_ebm.stages.evaluate import plain_numbers, read_scored, resampling
+from residual_ebm.stages.gap import by_gap, passage_gaps, passages_of
 from residual_ebm.stages.proposals import evaluation_prefixes
 
 SENTENCE = "Analysing: number of samples, repetition, densities, the energy as a detector"
 _FEWEST_SAMPLES = 8
 _NGRAM_ORDERS = (2, 3, 4)
 _DETECTED_SAMPLES = 200  # proposals of a prefix that the detector is tried on
+_PASSAGES = 3
 _CURVE_POINTS = 101  # of a ROC curve, as it is kept
 
 
@@ -72,6 +74,24 @@ def _of_energy(recipe: Recipe, run_dir: RunDirectory, energy: str) -> dict[str, 
         "repetition": _repetition(recipe, run_dir, drawn),
         "density": _densities(recipe, real, drawn),
         "detector": _detector(real, log_weights),
+        "passages": _passages(recipe, run_dir, real, log_weights),
+    }
+
+
+def _passages(
+    recipe: Recipe,
+    run_dir: RunDirectory,
+    real: RealContinuations,
+    log_weights: list[np.ndarray],
+) -> dict[str, Any]:
+    """Where the energy finds most that the LM misses, and where the joint model does worst."""
+    gap_P = passage_gaps(real, log_weights)
+    order_P = by_gap(gap_P)
+    count = min(_PASSAGES, len(order_P))
+    numbers = {"largest_gap": order_P[:count], "smallest_gap": order_P[::-1][:count]}
+    return {
+        which: passages_of(recipe, run_dir, real, gap_P, chosen)
+        for which, chosen in numbers.items()
     }
 
 

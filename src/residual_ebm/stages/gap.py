@@ -1,13 +1,21 @@
-"""How far P_LM is from the text: E_data[-E] - log Z is a lower bound on KL(data || P_LM)."""
+"""How far P_LM is from the text: E_data[-E] - log Z is a lower bound on KL(data || P_LM).
 
+Shapes: P test prefixes, N proposals of a prefix.
+"""
+
+from collections.abc import Sequence
 from typing import Any
 
+import numpy as np
+
+from residual_ebm.config import Recipe
 from residual_ebm.errors import UserError
-from residual_ebm.estimation.perplexity import joint_log_prob
+from residual_ebm.estimation.partition import log_partition_bounds
+from residual_ebm.files.log_weights import RealContinuations
 from residual_ebm.files.run_directory import RunDirectory
 from residual_ebm.files.storage import check_manifest
 from residual_ebm.models.loading import load_tokenizer
-from residual_ebm.stages.evaluate import prefixes_of, read_scored, summarise
+from residual_ebm.stages.evaluate import read_scored
 from residual_ebm.stages.proposals import evaluation_prefixes
 
 
@@ -24,15 +32,46 @@ def gap_report(run_dir: RunDirectory, energy: str | None, num_passages: int) -> 
         raise UserError("energy", energy, f"not in this run; it has {', '.join(rows)}")
     row = rows[energy]
     real, log_weights = read_scored(run_dir, energy, "test")
-    summaries = summarise(real, log_weights, 1.0)
-    _, from_upper_P = joint_log_prob(prefixes_of(real), summaries, results["num_samples"])
-    gap_P = from_upper_P - real.lm_log_prob_P
+    gap_P = passage_gaps(real, log_weights)
+    return {
+        "energy": energy,
+        "language_model": row["language_model"],
+        "gap": row["test"]["gap"],
+        "interval": row["test"]["gap_interval"],
+        "num_prefixes": len(gap_P),
+        "num_samples": results["num_samples"],
+        "flags": row["test"]["flags"],
+        "passages": passages_of(recipe, run_dir, real, gap_P, by_gap(gap_P)[:num_passages]),
+    }
+
+
+def passage_gaps(real: RealContinuations, log_weights: Sequence[np.ndarray]) -> np.ndarray:
+    """-E - log Z of each real continuation, with the upper estimate of log Z."""
+    upper_P = [float(log_partition_bounds(values).upper) for values in log_weights]
+    gap_P: np.ndarray = real.log_weight_P - np.array(upper_P)
+    return gap_P
+
+
+def by_gap(gap_P: np.ndarray) -> np.ndarray:
+    """Numbers of the prefixes, the largest gap first."""
+    return (-gap_P).argsort(kind="stable")
+
+
+def passages_of(
+    recipe: Recipe,
+    run_dir: RunDirectory,
+    real: RealContinuations,
+    gap_P: np.ndarray,
+    numbers: Sequence[int] | np.ndarray,
+) -> list[dict[str, Any]]:
+    """The texts of some test prefixes, with their gaps."""
     tokenizer = load_tokenizer(str(run_dir.blocks / "tokenizer"), "tokenizer")
     blocks, _ = evaluation_prefixes(recipe, run_dir, "test")
+    start = recipe.block.prefix_length
     passages = []
-    for number in (-gap_P).argsort(kind="stable")[:num_passages]:
+    for number in numbers:
         block = int(real.block_P[number])
-        ids, start = blocks.ids_BT[block], recipe.block.prefix_length
+        ids = blocks.ids_BT[block]
         passages.append(
             {
                 "block": block,
@@ -42,13 +81,4 @@ def gap_report(run_dir: RunDirectory, energy: str | None, num_passages: int) -> 
                 "continuation": tokenizer.decode(ids[start : blocks.length_B[block]]),
             }
         )
-    return {
-        "energy": energy,
-        "language_model": row["language_model"],
-        "gap": row["test"]["gap"],
-        "interval": row["test"]["gap_interval"],
-        "num_prefixes": len(gap_P),
-        "num_samples": results["num_samples"],
-        "flags": row["test"]["flags"],
-        "passages": passages,
-    }
+    return passages

@@ -1,0 +1,54 @@
+"""How every chart looks, and how it becomes a file: the same numbers give the same bytes."""
+
+import io
+from typing import Any
+
+from matplotlib import rc_context
+from matplotlib.axes import Axes
+from matplotlib.figure import Figure
+
+# What is written and drawn as a line of the chart itself; a page may put its own colour there.
+INK = "#24292f"
+# Of lines and bars; readable on white and on black, and apart for those who see few colours.
+REAL, BASE, JOINT = "#7d8590", "#d9822b", "#2f81c7"
+CYCLE = [JOINT, BASE, "#2da57a", "#b45fae", "#c2544d", "#8a8d2a", REAL]
+_STYLE: Any = {
+    "svg.hashsalt": "residual-ebm",
+    "svg.fonttype": "none",
+    "font.size": 10,
+    "text.color": INK,
+    "axes.edgecolor": INK,
+    "axes.labelcolor": INK,
+    "xtick.color": INK,
+    "ytick.color": INK,
+    "axes.spines.top": False,
+    "axes.spines.right": False,
+    "legend.frameon": False,
+    "legend.fontsize": 8,
+}
+
+
+def style() -> Any:
+    """Within, charts are drawn in the house's style."""
+    return rc_context(_STYLE)
+
+
+def new_chart(width: float = 4.6, height: float = 3.2, columns: int = 1) -> tuple[Figure, Any]:
+    """A chart, in inches, and its axes: one, or as many as it has columns."""
+    figure = Figure(figsize=(width, height), layout="constrained")
+    return figure, figure.subplots(1, columns)
+
+
+def plot_curve(axes: Axes, points: list[tuple[float, float]], label: str, **options: Any) -> None:
+    """A line, or a dot where there is one point."""
+    x, y = zip(*points, strict=True)
+    axes.plot(x, y, "o-" if len(points) > 1 else "o", markersize=3, label=label, **options)
+
+
+def image_of(figure: Figure, kind: str) -> bytes:
+    """The chart as `svg` or `png`."""
+    image = io.BytesIO()
+    options: dict[str, Any] = {"metadata": {"Date": None}} if kind == "svg" else {"dpi": 160}
+    with style():  # ids in the file are made of its salt
+        figure.savefig(image, format=kind, transparent=kind == "svg", **options)
+    return image.getvalue()

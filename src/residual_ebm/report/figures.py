@@ -1,0 +1,255 @@
+"""The figures of a run: what it was made of stands below each of them.
+
+Every figure is drawn from `results.json` and `analysis.json` alone.
+"""
+
+import functools
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from typing import Any
+
+from matplotlib.axes import Axes
+from matplotlib.figure import Figure
+from matplotlib.ticker import ScalarFormatter
+
+from residual_ebm.report.charts import BASE, CYCLE, INK, JOINT, REAL, new_chart, plot_curve, style
+
+_GUIDE: dict[str, Any] = {"linestyle": ":", "color": INK, "linewidth": 0.8, "alpha": 0.6}
+
+
+@dataclass(frozen=True)
+class RunFigure:
+    """A chart with its caption; `name` is that of its files."""
+
+    name: str
+    title: str
+    caption: str
+    draw: Callable[[Axes], None]
+
+    def chart(self) -> Figure:
+        with style():
+            figure, axes = new_chart()
+            self.draw(axes)
+        return figure
+
+
+def run_figures(results: dict[str, Any], analysis: dict[str, Any] | None) -> list[RunFigure]:
+    """All figures that a run's numbers allow."""
+    figures = []
+    if analysis and analysis["energies"]:
+        of = Made(results, analysis)
+        figures += [
+            of.bounds(),
+            *of.repetition(),
+            of.density("base"),
+            of.density("joint"),
+            of.roc(),
+            of.calibration(),
+            of.ranks(),
+        ]
+    return [*figures, *_curves(results)]
+
+
+class Made:
+    """Figures of the analyses; those of one energy are of the best one on validation."""
+
+    def __init__(self, results: dict[str, Any], analysis: dict[str, Any]) -> None:
+        self._results = results
+        self._analysis = analysis
+        self._energies: dict[str, dict[str, Any]] = analysis["energies"]
+        self._best = str(results["best_energy"])
+        self._made_of = (
+            f"{analysis['num_prefixes']} test prefixes, n = {analysis['num_samples']} proposals"
+            f" a prefix, seed {analysis['seed']}."
+        )
+
+    def bounds(self) -> RunFigure:
+        base_names = dict.fromkeys(entry["language_model"] for entry in self._energies.values())
+        exact = {row["name"]: row["test"]["value"] for row in self._results["language_models"]}
+
+        def draw(axes: Axes) -> None:
+            for colour, (name, entry) in zip(_colours(), self._energies.items(), strict=False):
+                counts = [row["num_samples"] for row in entry["bounds"]]
+                lower = [row["lower"] for row in entry["bounds"]]
+                upper = [row["upper"] for row in entry["bounds"]]
+                axes.fill_between(counts, lower, upper, color=colour, alpha=0.25, linewidth=0)
+                axes.plot(counts, upper, color=colour, label=f"joint {name}")
+                axes.plot(counts, lower, color=colour, linewidth=0.8)
+            for name in base_names:
+                axes.axhline(exact[name], color=REAL, linestyle="--", linewidth=1, label=name)
+            axes.set_xscale("log", base=2)
+            axes.xaxis.set_major_formatter(ScalarFormatter())
+            axes.set_xlabel("samples a prefix")
+            axes.set_ylabel("perplexity")
+            axes.legend()
+
+        return RunFigure(
+            "bounds",
+            "Does the number of samples suffice?",
+            "Lower and upper bound of the joint perplexity from fewer samples, on disjoint subsets"
+            " of the same ones. A band that has met and lies flat no longer depends on n; one that"
+            f" still rises flatters. {self._made_of}",
+            draw,
+        )
+
+    def repetition(self) -> Iterator[RunFigure]:
+        rows = self._energies[self._best]["repetition"]
+        if not rows:
+            return
+        about = {
+            "within": ("Does a passage repeat itself?", "Mean over passages of the share of"),
+            "among": ("Do passages repeat each other?", "Of all passages together, the share of"),
+        }
+        for kind, (title, share) in about.items():
+            yield RunFigure(
+                f"repetition-{kind}",
+                title,
+                f"{share} different n-grams of tokens. One passage a prefix in every set; of base"
+                f" and joint {self._best} samples the mean of {self._analysis['num_draws']} sets,"
+                f" with their standard deviation. {self._made_of}",
+                functools.partial(_draw_repetition, rows=rows, kind=kind),
+            )
+
+    def density(self, model: str) -> RunFigure:
+        entry = self._energies[self._best]
+        found = entry["density"][model]
+        own = entry["language_model"] if model == "base" else f"joint {self._best}"
+
+        def draw(axes: Axes) -> None:
+            colour = BASE if model == "base" else JOINT
+            for curve, label, shade in (
+                (found["real_K"], "real text", REAL),
+                (found["sample_K"], f"samples of {own}", colour),
+            ):
+                if None not in curve:
+                    axes.plot(found["log_prob_K"], curve, color=shade, label=label)
+                    axes.fill_between(found["log_prob_K"], curve, color=shade, alpha=0.2)
+            axes.set_xlabel(f"log-prob of a passage under {own}, in nats")
+            axes.set_yticks([])
+            axes.legend()
+
+        low, high = found["interval"]["low"], found["interval"]["high"]
+        shown = "?" if low is None else f"{low:.2f} to {high:.2f}"
+        return RunFigure(
+            f"density-{model}",
+            f"Are samples of {own} as likely as real text?",
+            f"Densities of log-probs under {own}. Mean of samples minus mean of real text:"
+            f" {found['difference']:+.2f} nats (95 % {shown}); 0 would be a perfect model. "
+            + (
+                "Joint samples come from one half of the proposals, Z from the other. "
+                if model == "joint"
+                else ""
+            )
+            + f"{self._analysis['num_draws']} samples a prefix; {self._made_of}",
+            draw,
+        )
+
+    def roc(self) -> RunFigure:
+        def draw(axes: Axes) -> None:
+            for colour, (name, entry) in zip(_colours(), self._energies.items(), strict=False):
+                curve = entry["detector"]["roc"]
+                label = f"{name}, AUC {entry['detector']['auc']:.3f}"
+                axes.plot(
+                    curve["false_positive"], curve["true_positive"], color=colour, label=label
+                )
+            axes.plot([0, 1], [0, 1], **_GUIDE)
+            axes.set_xlabel("samples taken for real text")
+            axes.set_ylabel("real text recognised")
+            axes.legend(loc="lower right")
+
+        return RunFigure(
+            "roc",
+            "Can the energy tell real text from samples?",
+            "ROC curve of each energy on test text; AUC is the chance that a real passage has the"
+            f" lower energy of two. {self._made_of}",
+            draw,
+        )
+
+    def calibration(self) -> RunFigure:
+        def draw(axes: Axes) -> None:
+            for colour, (name, entry) in zip(_colours(), self._energies.items(), strict=False):
+                found = entry["detector"]["calibration"]
+                points = [(one["predicted"], one["observed"]) for one in found["bins"]]
+                plot_curve(axes, points, f"{name}, off by {found['error']:.3f}", color=colour)
+            axes.plot([0, 1], [0, 1], **_GUIDE)
+            axes.set_xlabel("probability of being real, says the energy")
+            axes.set_ylabel("share that is real")
+            axes.legend(loc="upper left")
+
+        return RunFigure(
+            "calibration",
+            "Do the energy's odds come true?",
+            "An energy is a log-odds: where it says 70 %, 70 % should be real (the dotted line)."
+            f" Both classes weigh the same. {self._made_of}",
+            draw,
+        )
+
+    def ranks(self) -> RunFigure:
+        ranks = self._energies[self._best]["detector"]["ranks"]
+
+        def draw(axes: Axes) -> None:
+            axes.hist(ranks, bins=[tenth / 10 for tenth in range(11)], color=JOINT, alpha=0.8)
+            axes.axhline(len(ranks) / 10, **_GUIDE)
+            axes.set_xlabel("share of proposals with a lower energy than the real text")
+            axes.set_ylabel("prefixes")
+
+        return RunFigure(
+            "ranks",
+            "Where is the real text among its proposals?",
+            f"By the energy {self._best}. Piled up at 0: real text looks more real than nearly all"
+            f" proposals; even (the dotted line): the energy cannot tell. {self._made_of}",
+            draw,
+        )
+
+
+def _draw_repetition(axes: Axes, rows: list[dict[str, Any]], kind: str) -> None:
+    """Points, not bars: nearly all n-grams are different, and bars would have to start at 0."""
+    colours = {"real": REAL, "base": BASE, "joint": JOINT}
+    for place, (name, colour) in enumerate(colours.items()):
+        centre = [number + 0.15 * (place - 1) for number in range(len(rows))]
+        spread = [100 * (row[name][f"{kind}_spread"] or 0.0) for row in rows]
+        share = [100 * row[name][kind] for row in rows]
+        axes.errorbar(centre, share, spread, fmt="o", color=colour, label=name, elinewidth=1)
+    axes.set_xticks(range(len(rows)), [f"{row['order']}-grams" for row in rows])
+    axes.set_xlim(-0.5, len(rows) - 0.5)
+    axes.set_ylabel("% different")
+    axes.legend(loc="lower right")
+
+
+def _curves(results: dict[str, Any]) -> Iterator[RunFigure]:
+    plain = [row for row in results["joint_models"] if not row["scaled"]]
+    groups = {
+        "language-models": ("Have the language models learnt?", results["language_models"]),
+        "energies": ("Have the energies learnt?", plain),
+    }
+    for name, (title, rows) in groups.items():
+        curves = {
+            row.get("energy", row["name"]): [
+                (point["step"], point["loss"]) for point in row["training"].get("validations") or []
+            ]
+            for row in rows
+        }
+        curves = {label: points for label, points in curves.items() if points}
+        if all(len(points) < 2 for points in curves.values()):
+            continue  # no curve, and the table has the numbers
+
+        def draw(axes: Axes, curves: dict[str, Any] = curves) -> None:
+            for colour, (label, points) in zip(_colours(), curves.items(), strict=False):
+                plot_curve(axes, points, label, color=colour)
+            axes.set_xlabel("step")
+            axes.set_ylabel("validation loss")
+            axes.legend()
+
+        log_four = " 1.386 (log 4) is what knowing nothing gives." if name == "energies" else ""
+        yield RunFigure(
+            f"curves-{name}",
+            title,
+            "Validation loss by training step; the weights with the lowest are kept."
+            f"{log_four} Seed {results['seed']}.",
+            draw,
+        )
+
+
+def _colours() -> Iterator[str]:
+    while True:
+        yield from CYCLE

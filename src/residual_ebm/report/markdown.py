@@ -1,0 +1,92 @@
+"""The same story as Markdown, for a repository or a paper; figures are files beside it."""
+
+import re
+from pathlib import Path
+from typing import Any
+
+from residual_ebm.report.page import Run, gap_of, made_text, time_text
+from residual_ebm.report.rows import (
+    HEADINGS,
+    caption_text,
+    estimate_text,
+    notes,
+    one_line,
+    table_rows,
+    tail_text,
+)
+from residual_ebm.report.story import verdict
+
+
+def markdown_report(runs: list[Run], figures: dict[str, Path]) -> str:
+    """`figures` names the folder of each run's figures, as the page refers to it."""
+    lines: list[str] = []
+    for run in runs:
+        lines += _section(run, figures[run.name])
+    return "\n".join(lines).strip() + "\n"
+
+
+def _section(run: Run, figures: Path) -> list[str]:
+    results = run.results
+    flags = [
+        f"- {plain(row['name'])}: {plain(flag)}"
+        for row in results["joint_models"]
+        for flag in row["test"]["flags"]
+    ]
+    lines = [
+        f"# {plain(run.name)}",
+        "",
+        f"**{plain(verdict(results))}**",
+        "",
+        "| " + " | ".join(HEADINGS) + " |",
+        "| --- |" + " ---: |" * (len(HEADINGS) - 1),
+        *("| " + " | ".join(map(plain, row.cells)) + " |" for row in table_rows(results)),
+        "",
+        plain(caption_text(results)),
+        "",
+        *(
+            f"- {plain(note)}"
+            for note in [*notes(results), *map(estimate_text, results["joint_models"])]
+        ),
+        "",
+        "## Can it be trusted?",
+        "",
+        *(flags or ["No diagnostic objects."]),
+        "",
+        "## Figures",
+    ]
+    for figure in run.figures:
+        image = (figures / f"{figure.name}.svg").as_posix()
+        lines += ["", f"![{plain(figure.title)}]({image})", "", plain(figure.caption)]
+    gap = gap_of(run)
+    if gap is not None:
+        lines += ["", "## Where the language model is furthest from the text", ""]
+        lines.append(plain(gap["sentence"]))
+        for group in gap["groups"]:
+            lines += ["", f"### {plain(group['title'])}"]
+            for passage in group["passages"]:
+                text = f"{plain(passage['prefix'])} **{plain(passage['continuation'])}**"
+                lines += ["", f"> {text} ({plain(passage['gap'])})"]
+    return [*lines, *_examples(results), *_made(run)]
+
+
+def _examples(results: dict[str, Any]) -> list[str]:
+    lines = ["", "## Examples"] if results["examples"] else []
+    for example in results["examples"]:
+        lines += ["", f"> {plain(tail_text(example['prefix']))}", ""]
+        for role in ("base", "joint", "highest_energy", "real"):
+            sample = example[role]
+            label = role.replace("_", " ")
+            text = plain(one_line(sample["text"]))
+            lines.append(f"- {label} (E {sample['energy']:+.2f}): {text}")
+    return lines
+
+
+def _made(run: Run) -> list[str]:
+    times = ", ".join(f"{stage} {time_text(seconds)}" for stage, seconds in run.timings.items())
+    return ["", "## How it was made", "", f"{plain(made_text(run.results))} {plain(times)}.", ""]
+
+
+def plain(text: str) -> str:
+    """Text that Markdown and HTML leave as it is."""
+    escaped = text.replace("&", "&amp;").replace("<", "&lt;").replace(">", "&gt;")
+    return re.sub(r"([\\`*_{}\[\]#|~$])", r"\\\1", escaped)

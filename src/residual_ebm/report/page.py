@@ -1,0 +1,211 @@
+"""report.html and report.md: the story of one run, or of several side by side.
+
+Everything comes from the JSON files of the runs. All text goes through the template's escaping; the
+only markup put in as it is are charts, which are ours.
+"""
+
+from dataclasses import dataclass
+from importlib.resources import files
+from pathlib import Path
+from typing import Any
+
+import yaml
+from jinja2 import Environment, StrictUndefined
+
+from residual_ebm.errors import UserError
+from residual_ebm.files.run_directory import RunDirectory
+from residual_ebm.files.storage import read_json
+from residual_ebm.report.charts import INK, image_of
+from residual_ebm.report.figures import RunFigure, run_figures
+from residual_ebm.report.rows import (
+    HEADINGS,
+    bounds_text,
+    caption_text,
+    estimate_text,
+    notes,
+    number_text,
+    one_line,
+    signed_text,
+    table_rows,
+    tail_text,
+)
+from residual_ebm.report.story import Piece, compare_texts, verdict
+
+_ROLES = {
+    "base": "base",
+    "joint": "joint",
+    "highest_energy": "highest energy",
+    "real": "real text",
+}
+WORDS = (
+    ("lower, upper", "two estimates of the same perplexity that close in on it as n grows"),
+    ("95 %", "bootstrap over documents: what another set of such documents might have given"),
+    ("minus base", "95 % interval of the upper bound minus the language model below it, paired"),
+    ("ESS", "effective sample size: how many equal weights the n unequal ones are worth"),
+    ("k-hat", "how heavy the tail of the weights is; past its threshold a few proposals decide"),
+    ("x0.9", "the energy scaled by a factor fitted on validation"),
+    ("E", "energy of a passage: low looks real, high looks machine-written"),
+)
+
+
+@dataclass(frozen=True)
+class Run:
+    """What a report needs of one run."""
+
+    name: str
+    results: dict[str, Any]
+    analysis: dict[str, Any] | None
+    timings: dict[str, float]
+
+    @property
+    def figures(self) -> list[RunFigure]:
+        return run_figures(self.results, self.analysis)
+
+
+def read_run(folder: Path) -> Run:
+    run_dir = RunDirectory(folder)
+    run_dir.recipe()
+    results = run_dir.read_results()
+    if "resolved_recipe" not in results:
+        raise UserError(
+            "run",
+            str(folder),
+            "its results are of an older version; delete results.json and"
+            " run it again, nothing is trained anew",
+        )
+    analysis = read_json(run_dir.analysis, has="energies") if run_dir.analysis.exists() else None
+    return Run(folder.resolve().name, results, analysis, run_dir.read_timings())
+
+
+def html_report(runs: list[Run]) -> str:
+    environment = Environment(autoescape=True, undefined=StrictUndefined, trim_blocks=True)
+    template = environment.from_string(
+        files("residual_ebm.report").joinpath("report.html.j2").read_text(encoding="utf-8")
+    )
+    views = [_view(run, f"run-{number}") for number, run in enumerate(runs, start=1)]
+    title = " and ".join(run.name for run in runs) + ": residual energy-based model"
+    return template.render(title=title, runs=views, words=WORDS) + "\n"
+
+
+def _view(run: Run, identity: str) -> dict[str, Any]:
+    results = run.results
+    return {
+        "id": identity,
+        "name": run.name,
+        "description": f"{results['resolved_recipe']['description']}. Text: {results['corpus']}.",
+        "verdict": verdict(results),
+        "summary": _summary(results),
+        "headings": HEADINGS,
+        "rows": table_rows(results),
+        "caption": caption_text(results),
+        "notes": [*notes(results), *map(estimate_text, results["joint_models"])],
+        "flags": [
+            {"row": row["name"], "text": flag}
+            for row in results["joint_models"]
+            for flag in row["test"]["flags"]
+        ],
+        "figures": [
+            {
+                "name": figure.name,
+                "title": figure.title,
+                "caption": figure.caption,
+                "svg": _inline(image_of(figure.chart(), "svg")),
+            }
+            for figure in run.figures
+        ],
+        "gap": gap_of(run),
+        "examples": _examples(results),
+        "examples_note": (
+            f"Prefixes chosen by seed {results['seed']}, never by hand; samples by the energy"
+            f" {results['best_energy']}. Marked: words that the real text has not in that place."
+        ),
+        "made": made_text(results),
+        "timings": [(stage, time_text(seconds)) for stage, seconds in run.timings.items()],
+        "recipe": yaml.safe_dump(results["resolved_recipe"], sort_keys=False, allow_unicode=True),
+    }
+
+
+def _summary(results: dict[str, Any]) -> list[str]:
+    plain = {row["energy"]: row for row in results["joint_models"] if not row["scaled"]}
+    exact = {row["name"]: row["test"]["value"] for row in results["language_models"]}
+    if not plain:
+        name, value = next(iter(exact.items()))
+        return [results["corpus"], "", f"{name} {number_text(value)}", "", "", ""]
+    row = plain[results["best_energy"]]
+    return [
+        results["corpus"],
+        row["energy"],
+        f"{row['language_model']} {number_text(exact[row['language_model']])}",
+        bounds_text(row["test"]),
+        signed_text(row["test"]["difference_from_base"]),
+        str(len(row["test"]["flags"]) or "-"),
+    ]
+
+
+def _inline(svg: bytes) -> str:
+    """The chart without what only a file needs, in the page's own colour of text."""
+    text = svg.decode("utf-8")
+    return text[text.index("<svg") :].replace(INK, "currentColor")
+
+
+def gap_of(run: Run) -> dict[str, Any] | None:
+    """How far the language model is from the text, and the passages that show it."""
+    best = run.results["best_energy"]
+    if best is None:
+        return None
+    (row,) = [
+        row for row in run.results["joint_models"] if row["energy"] == best and not row["scaled"]
+    ]
+    test, interval = row["test"], row["test"]["gap_interval"]
+    shown = "?" if interval["low"] is None else f"{interval['low']:.3f} to {interval['high']:.3f}"
+    sentence = (
+        f"{row['language_model']} is at least {test['gap']:.3f} nats a passage away from the test"
+        f" text (95 % {shown}): a lower bound on KL(data || P_LM), by the energy {best}."
+    )
+    titles = {
+        "largest_gap": "Passages that the joint model gains most on",
+        "smallest_gap": "Passages where the joint model does worst",
+    }
+    passages = (run.analysis or {}).get("energies", {}).get(best, {}).get("passages", {})
+    groups = [
+        {
+            "title": titles[which],
+            "passages": [
+                {
+                    "prefix": tail_text(passage["prefix"]),
+                    "continuation": one_line(passage["continuation"]),
+                    "gap": f"{passage['gap']:+.2f} nats; log P_LM {passage['lm_log_prob']:.1f}",
+                }
+                for passage in found
+            ],
+        }
+        for which, found in passages.items()
+    ]
+    return {"sentence": sentence, "groups": groups}
+
+
+def _examples(results: dict[str, Any]) -> list[dict[str, Any]]:
+    examples = []
+    for example in results["examples"]:
+        real = one_line(example["real"]["text"])
+        samples = []
+        for role, label in _ROLES.items():
+            text = one_line(example[role]["text"])
+            pieces = [Piece(text, False)] if role == "real" else compare_texts(text, real)
+            energy = f"{example[role]['energy']:+.2f}"
+            samples.append({"role": label, "energy": energy, "pieces": pieces})
+        examples.append({"prefix": tail_text(example["prefix"]), "samples": samples})
+    return examples
+
+
+def made_text(results: dict[str, Any]) -> str:
+    commit = f", commit {results['commit'][:10]}" if results.get("commit") else ""
+    return (
+        f"rebm run {results['recipe']}, residual-ebm {results['version']}{commit}, seed"
+        f" {results['seed']}."
+    )
+
+
+def time_text(seconds: float) -> str:
+    minutes, rest = divmod(round(seconds), 60)
+    return f"{minutes} min {rest} s" if minutes else f"{seconds:.1f} s"

@@ -1,0 +1,129 @@
+"""The rows of a run's table and what stands around them, as text: for a terminal and for pages."""
+
+from typing import Any, NamedTuple
+
+HEADINGS = ("model", "params", "val", "test", "95 %", "minus base", "ESS", "flags")
+_SHOWN_OF_A_PREFIX = 240  # characters
+
+
+class TableRow(NamedTuple):
+    cells: list[str]
+    is_best: bool  # the energy that was chosen on validation
+
+
+def table_rows(results: dict[str, Any]) -> list[TableRow]:
+    """Language models, joint models, and the truth where it is known."""
+    rows = [
+        TableRow(_exact_cells(row["name"], count_text(row["parameters"]), row), False)
+        for row in results["language_models"]
+    ]
+    for row in results["joint_models"]:
+        test = row["test"]
+        cells = [
+            row["name"],
+            count_text(row["parameters"]),
+            bounds_text(row["validation"]),
+            bounds_text(test),
+            interval_text(test["published"]),
+            signed_text(test["difference_from_base"]),
+            f"{test['effective_sample_size']:.0f}",
+            str(len(test["flags"]) or "-"),
+        ]
+        is_best = row["energy"] == results["best_energy"] and not row["scaled"]
+        rows.append(TableRow(cells, is_best))
+    if all(results["floor"].values()):
+        rows.append(TableRow(_exact_cells("truth", "", results["floor"]), False))
+    return rows
+
+
+def _exact_cells(name: str, parameters: str, row: dict[str, Any]) -> list[str]:
+    values = (number_text(row["validation"]["value"]), number_text(row["test"]["value"]))
+    return [name, parameters, *values, interval_text(row["test"]["published"]), "", "", ""]
+
+
+def caption_text(results: dict[str, Any]) -> str:
+    counts = results["num_prefixes"]
+    bases = dict.fromkeys(row["language_model"] for row in results["joint_models"])
+    return (
+        f"Perplexity of the {results['block_length'] - results['prefix_length']} tokens after a"
+        f" prefix of {results['prefix_length']} ({results['continuation']} continuations), on"
+        f" {counts['validation']} validation and {counts['test']} test prefixes. Joint models:"
+        f" lower to upper bound from n = {results['num_samples']} proposals a prefix; x1.2 means"
+        " that the energy is scaled by a factor fitted on validation. 95 %: bootstrap over"
+        " documents, from the lower bound's 2.5 % to the upper bound's 97.5 %; minus base: the same"
+        f" for the upper bound minus the language model below it ({', '.join(bases)}), paired. ESS:"
+        " effective sample size of those n, mean over prefixes. k-hat: how heavy the tail of the"
+        " weights is; past its threshold a few proposals decide. log Z: 0 where the energy needs no"
+        " normalising."
+    )
+
+
+def notes(results: dict[str, Any]) -> list[str]:
+    """What a reader should know of the models before the numbers are quoted."""
+    found = []
+    if results["pretrained"]:
+        names = ", ".join(results["pretrained"])
+        found.append(f"{names}: pretrained elsewhere, perhaps on this very text.")
+    for row in results["language_models"]:
+        found.append(
+            f"{row['name']}: perplexity {number_text(row['train']['value'])} on training text,"
+            f" {number_text(row['test']['value'])} on test text."
+        )
+    return found
+
+
+def estimate_text(row: dict[str, Any]) -> str:
+    """How a joint model's estimate stands, beside its bounds."""
+    test = row["test"]
+    bounds = ", ".join(f"{bounds_text(at)} at n = {at['num_samples']}" for at in test["bounds_at"])
+    return (
+        f"{row['name']}: {bounds}; log Z {test['log_partition_mean']:+.3f} ±"
+        f" {test['log_partition_spread']:.3f} over prefixes; k-hat past its threshold for"
+        f" {test['share_past_pareto_k']:.0%}; real text outweighs all proposals for"
+        f" {test['share_outweighed']:.0%}."
+    )
+
+
+def one_line(text: str) -> str:
+    """Paragraphs one after the other: a line break in a sample is not one of the page's."""
+    paragraphs = (" ".join(line.split()) for line in text.split("\n"))
+    return " ¶ ".join(paragraph for paragraph in paragraphs if paragraph)
+
+
+def tail_text(text: str) -> str:
+    """The end of a prefix is what a continuation follows; results.json has all of it."""
+    words = one_line(text)
+    if len(words) <= _SHOWN_OF_A_PREFIX:
+        return words
+    return "... " + words[-_SHOWN_OF_A_PREFIX:].partition(" ")[2]
+
+
+def count_text(value: int) -> str:
+    for size, unit in ((10**9, "B"), (10**6, "M"), (10**3, "k")):
+        if value >= size:
+            return f"{value / size:.1f} {unit}"
+    return str(value)
+
+
+def number_text(value: float | None) -> str:
+    if value is None:
+        return "?"
+    digits = 2 if abs(value) < 100 else 1 if abs(value) < 1000 else 0
+    return f"{value:.{digits}f}"
+
+
+def bounds_text(row: dict[str, Any]) -> str:
+    return f"{number_text(row['lower'])}-{number_text(row['upper'])}"
+
+
+def interval_text(interval: dict[str, float | None]) -> str:
+    if interval["low"] is None or interval["high"] is None:
+        return "one document"
+    return f"{number_text(interval['low'])}-{number_text(interval['high'])}"
+
+
+def signed_text(interval: dict[str, float | None]) -> str:
+    if interval["low"] is None or interval["high"] is None:
+        return "one document"
+    digits = 2 if max(abs(interval["low"]), abs(interval["high"])) < 10 else 1
+    return f"{interval['low']:+.{digits}f}/{interval['high']:+.{digits}f}"

@@ -1,0 +1,256 @@
+"""The report of a run: every section is there, text stays text, and the words fit the numbers."""
+
+import json
+import re
+from collections.abc import Callable
+from copy import deepcopy
+from html.parser import HTMLParser
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from residual_ebm.report.figures import run_figures
+from residual_ebm.report.page import Run, html_report, read_run
+from residual_ebm.report.rows import table_rows
+from residual_ebm.report.story import Piece, compare_texts, verdict
+
+ATTACK = '<script>alert(1)</script> & "quoted" | *starred* `code` {{ 7 * 7 }}'
+SECTIONS = ("table", "flags", "figures", "gap", "examples", "made")
+
+
+class Page(HTMLParser):
+    """Ids, tags and the text of a page; markup that does not close raises."""
+
+    VOID = ("meta", "br", "link", "path", "use", "stop")
+
+    def __init__(self, text: str) -> None:
+        super().__init__()
+        self.ids: list[str] = []
+        self.tags: list[str] = []
+        self.open: list[str] = []
+        self.links: list[str] = []
+        self.text = ""
+        self.feed(text)
+        assert self.open == []
+
+    def handle_starttag(self, tag: str, attributes: list[tuple[str, str | None]]) -> None:
+        self.tags.append(tag)
+        values = dict(attributes)
+        self.links += [str(values[key]) for key in ("src", "href") if key in values]
+        if values.get("id"):
+            self.ids.append(str(values["id"]))
+        if tag not in self.VOID:
+            self.open.append(tag)
+
+    def handle_startendtag(self, tag: str, attributes: list[tuple[str, str | None]]) -> None:
+        self.handle_starttag(tag, attributes)
+        if tag not in self.VOID:
+            self.open.pop()
+
+    def handle_endtag(self, tag: str) -> None:
+        if tag not in self.VOID:
+            assert self.open.pop() == tag
+
+    def handle_data(self, data: str) -> None:
+        self.text += data
+
+
+@pytest.fixture(scope="module")
+def run(tiny_run: Path) -> Run:
+    return read_run(tiny_run)
+
+
+@pytest.fixture(scope="module")
+def page(run: Run) -> Page:
+    return Page(html_report([run]))
+
+
+def test_every_section_is_there(run: Run, page: Page) -> None:
+    for section in SECTIONS:
+        assert f"run-1-{section}" in page.ids
+    for figure in run.figures:
+        assert f"run-1-{figure.name}" in page.ids
+        assert figure.title in page.text
+        assert figure.caption in page.text
+    assert page.tags.count("svg") == len(run.figures) == 10
+    assert verdict(run.results) in page.text
+    for row in table_rows(run.results):
+        for cell in row.cells:
+            assert cell in page.text
+
+
+def test_figures_say_what_they_are_made_of(run: Run) -> None:
+    for figure in run.figures:
+        if not figure.name.startswith("curves-"):
+            assert "24 test prefixes, n = 32 proposals a prefix, seed 0" in figure.caption
+        else:
+            assert "Seed 0" in figure.caption
+
+
+def test_the_page_stands_alone(page: Page) -> None:
+    """It loads nothing from elsewhere and runs nothing."""
+    assert "script" not in page.tags
+    assert all(link.startswith("#") for link in page.links)
+
+
+def test_the_page_holds_recipe_commit_version_and_times(run: Run, page: Page) -> None:
+    assert "negatives_per_positive" in page.text
+    assert f"residual-ebm {run.results['version']}" in page.text
+    assert str(run.results["commit"])[:10] in page.text
+    for stage in run.timings:
+        assert stage in page.text
+
+
+def test_the_same_numbers_give_the_same_page(run: Run) -> None:
+    assert html_report([run]) == html_report([deepcopy(run)])
+
+
+def attacked(run: Run) -> Run:
+    """The run with markup wherever text of a corpus or a name may stand."""
+    results, analysis = deepcopy(run.results), deepcopy(run.analysis)
+    assert analysis is not None
+    for example in results["examples"]:
+        example["prefix"] = ATTACK
+        for role in ("base", "joint", "highest_energy", "real"):
+            example[role]["text"] = f"{ATTACK} {role}"
+    for found in analysis["energies"][results["best_energy"]]["passages"].values():
+        for passage in found:
+            passage["prefix"] = passage["continuation"] = ATTACK
+    results["corpus"] = results["resolved_recipe"]["description"] = ATTACK
+    results["joint_models"][0]["test"]["flags"] = [ATTACK]
+    results["language_models"][0]["name"] = ATTACK
+    for row in results["joint_models"]:
+        row["language_model"] = ATTACK
+    for entry in analysis["energies"].values():
+        entry["language_model"] = ATTACK
+    return Run(ATTACK, results, analysis, {ATTACK: 1.0})
+
+
+def test_markup_in_text_stays_text(run: Run) -> None:
+    text = html_report([attacked(run)])
+    page = Page(text)
+    assert "script" not in page.tags
+    assert page.text.count("<script>alert(1)</script>") > 20
+    assert "49" not in re.findall(r"starred\* `code` (\d+)", page.text)
+
+
+def test_several_runs_side_by_side(run: Run) -> None:
+    other = Run("other", run.results, None, {})
+    page = Page(html_report([run, other]))
+    assert "side-by-side" in page.ids
+    for number in (1, 2):
+        for section in ("table", "flags", "figures", "made"):
+            assert f"run-{number}-{section}" in page.ids
+    assert page.links == ["#run-1", "#run-2", *page.links[2:]]
+    assert len(page.ids) == len(set(page.ids)) or _repeated(page.ids) <= set(_svg_ids(page.ids))
+
+
+def _repeated(ids: list[str]) -> set[str]:
+    return {one for one in ids if ids.count(one) > 1}
+
+
+def _svg_ids(ids: list[str]) -> list[str]:
+    return [one for one in ids if not one.startswith("run-")]
+
+
+def test_a_run_without_energies(run: Run) -> None:
+    results = deepcopy(run.results)
+    results.update(joint_models=[], best_energy=None, examples=[])
+    page = Page(html_report([Run("plain", results, {"energies": {}}, {})]))
+    assert "No energy was trained" in page.text
+    assert "run-1-gap" not in page.ids
+    assert [figure.name for figure in run_figures(results, None)] == ["curves-language-models"]
+
+
+# The command
+
+
+def test_report_of_one_run(rebm: Callable[..., tuple[int, str, str]], tiny_copy: Path) -> None:
+    code, out, _ = rebm("report", tiny_copy)
+    assert code == 0
+    assert out.splitlines() == [str(tiny_copy / "report.html")]
+    assert (tiny_copy / "report.html").read_text() == html_report([read_run(tiny_copy)])
+
+
+def test_report_as_markdown(rebm: Callable[..., tuple[int, str, str]], tiny_copy: Path) -> None:
+    code, out, _ = rebm("report", tiny_copy, "--format", "md", "--json")
+    written = json.loads(out)
+    assert code == 0
+    assert written["page"] == str(tiny_copy / "report.md")
+    text = (tiny_copy / "report.md").read_text()
+    images = re.findall(r"!\[[^]]*\]\(([^)]+)\)", text)
+    assert len(images) == 10
+    for image in images:
+        assert (tiny_copy / image).read_text().lstrip().startswith("<?xml")
+        assert (tiny_copy / image).with_suffix(".png").read_bytes().startswith(b"\x89PNG")
+    assert len(written["figures"]) == 20
+    assert "## Can it be trusted?" in text
+
+
+def test_report_of_several_runs(
+    rebm: Callable[..., tuple[int, str, str]], tiny_copy: Path, tmp_path: Path
+) -> None:
+    out = tmp_path / "new" / "both.html"
+    code, _, _ = rebm("report", tiny_copy, tiny_copy, "--out", out, "--figures", tmp_path / "f")
+    assert code == 0
+    assert "Side by side" in out.read_text()
+    assert len(list((tmp_path / "f").rglob("*.svg"))) == 10
+
+
+def test_report_of_no_run(rebm: Callable[..., tuple[int, str, str]], tmp_path: Path) -> None:
+    code, _, error = rebm("report", tmp_path)
+    assert code == 2
+    assert error == f"rebm: run = {tmp_path}: is not a run directory; make one with `rebm run`\n"
+    code, _, error = rebm("report", tmp_path, "--out", tmp_path)
+    assert code == 2
+
+
+def test_results_of_an_older_version(
+    rebm: Callable[..., tuple[int, str, str]], tiny_copy: Path
+) -> None:
+    results = json.loads((tiny_copy / "results.json").read_text())
+    del results["resolved_recipe"]
+    (tiny_copy / "results.json").write_text(json.dumps(results))
+    code, _, error = rebm("report", tiny_copy)
+    assert code == 2
+    assert "older version" in error
+    assert not (tiny_copy / "report.html").exists()
+
+
+# Words
+
+
+def changed(run: Run, **test: Any) -> dict[str, Any]:
+    results = deepcopy(run.results)
+    for row in results["joint_models"]:
+        row["test"].update(test)
+    return results
+
+
+def test_verdicts(run: Run) -> None:
+    (base,) = [row["test"]["value"] for row in run.results["language_models"]]
+    gain = {"difference_from_base": {"low": -0.5, "high": -0.1}, "upper": 0.9 * base}
+    assert verdict(changed(run, **gain, flags=[])).startswith("A gain: on 24 test prefixes")
+    assert "10.0% lower" in verdict(changed(run, **gain, flags=[]))
+    assert verdict(changed(run, **gain, flags=["x"])).startswith("A gain with a warning:")
+    assert verdict(changed(run, **gain, flags=["x", "y"])).startswith("A gain with 2 warnings:")
+    unsure = {"difference_from_base": {"low": -0.5, "high": 0.1}}
+    assert verdict(changed(run, **unsure)).startswith("No gain that is certain:")
+    loss = {"difference_from_base": {"low": 0.2, "high": 0.3}}
+    assert verdict(changed(run, **loss)).startswith("A loss:")
+    unknown = {"difference_from_base": {"low": None, "high": None}}
+    assert verdict(changed(run, **unknown)).startswith("Undecided:")
+
+
+def test_marked_words() -> None:
+    pieces = compare_texts("the cat sat on a mat", "the dog sat on the mat")
+    assert pieces == [
+        Piece("the", False),
+        Piece("cat", True),
+        Piece("sat on", False),
+        Piece("a", True),
+        Piece("mat", False),
+    ]
+    assert compare_texts("same words", "same words") == [Piece("same words", False)]
+    assert compare_texts("", "anything") == []
