@@ -9,7 +9,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, NoReturn
 
-from residual_ebm import __version__, commands
+from residual_ebm import __version__, commands, model_commands
 from residual_ebm.errors import UserError
 from residual_ebm.stopping import stop_now, when_asked_to_stop
 
@@ -70,7 +70,7 @@ def build_parser() -> argparse.ArgumentParser:
     _add_run(results)
 
     generate = commands_.add_parser("generate", help="sample a continuation from a joint model")
-    generate.set_defaults(call=commands.generate)
+    generate.set_defaults(call=model_commands.generate)
     _add_run(generate, energy=True)
     continued = generate.add_mutually_exclusive_group(required=True)
     continued.add_argument("--prompt", metavar="TEXT", help="the text to continue")
@@ -87,7 +87,7 @@ def build_parser() -> argparse.ArgumentParser:
     score = commands_.add_parser(
         "score", help="lm_log_prob and energy of your text, and its perplexity"
     )
-    score.set_defaults(call=commands.score)
+    score.set_defaults(call=model_commands.score)
     _add_run(score, energy=True)
     score.add_argument("text", help="a text file, a folder or a table with a text column")
     score.add_argument("--text-column", default="text", metavar="NAME", help="default text")
@@ -95,9 +95,25 @@ def build_parser() -> argparse.ArgumentParser:
     score.add_argument("--seed", type=int, default=0, metavar="N", help="default 0")
 
     gap = commands_.add_parser("gap", help="how far the LM is from the test text, and where")
-    gap.set_defaults(call=commands.gap)
+    gap.set_defaults(call=model_commands.gap)
     _add_run(gap, energy=True)
     gap.add_argument("--num-passages", type=int, default=5, metavar="N", help="default 5")
+
+    next_token = commands_.add_parser(
+        "next-token", help="the likeliest next tokens of a joint model and of its language model"
+    )
+    next_token.set_defaults(call=model_commands.next_token)
+    _add_run(next_token, energy=True)
+    next_token.add_argument("--prompt", required=True, metavar="TEXT", help="the text to continue")
+    for option, default, text in (
+        ("--num-candidates", 128, "tokens of the language model that are tried"),
+        ("--num-samples", 100, "completions of each"),
+        ("--num-shown", 10, "tokens to print, normalised among themselves"),
+        ("--seed", 0, "of the completions"),
+    ):
+        next_token.add_argument(
+            option, type=int, default=default, metavar="N", help=f"{text}; default {default}"
+        )
 
     report = commands_.add_parser(
         "report", help="one page about a run, or about several: table, figures, examples, flags"

@@ -1,4 +1,4 @@
-"""What each command does: its data for `--json`, and how it is shown to a person.
+"""What the commands around recipes and runs do; those that ask a model are in `model_commands`.
 
 Heavy imports are inside the functions: `rebm recipes` should not wait for torch.
 """
@@ -6,8 +6,7 @@ Heavy imports are inside the functions: `rebm recipes` should not wait for torch
 import hashlib
 import shlex
 import sys
-from collections.abc import Callable
-from dataclasses import asdict, dataclass
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
@@ -15,18 +14,9 @@ from rich.console import Console
 
 from residual_ebm.config import GIVEN, Recipe
 from residual_ebm.errors import UserError
+from residual_ebm.outputs import Output, lines_output
 from residual_ebm.progress import TerminalProgress
 from residual_ebm.recipe_file import load_recipe, recipe_names
-
-
-@dataclass(frozen=True)
-class Output:
-    data: Any
-    show: Callable[[], None]
-
-
-def _lines(data: Any, lines: list[str]) -> Output:
-    return Output(data, lambda: print("\n".join(lines)))
 
 
 def recipes() -> Output:
@@ -35,7 +25,7 @@ def recipes() -> Output:
     loaded = [load_recipe(name) for name in names]
     data = [{"name": recipe.name, "description": recipe.description} for recipe in loaded]
     width = max(map(len, names))
-    return _lines(data, [f"{recipe.name:{width}}  {recipe.description}" for recipe in loaded])
+    return lines_output(data, [f"{recipe.name:{width}}  {recipe.description}" for recipe in loaded])
 
 
 def assets() -> Output:
@@ -68,7 +58,7 @@ def assets() -> Output:
             f"{'':13} {entry['description']}",
             f"{'':13} from {entry['origin']}",
         ]
-    return _lines(data, lines)
+    return lines_output(data, lines)
 
 
 def get_assets(names: list[str]) -> Output:
@@ -84,7 +74,7 @@ def get_assets(names: list[str]) -> Output:
             progress.stage(f"Fetching {asset.summary}")
         data.append({"name": asset.name, "path": str(get_asset(asset.name, progress))})
         check_manifest(asset_folder(asset))  # whoever takes the path is promised a whole asset
-    return _lines(data, [entry["path"] for entry in data])
+    return lines_output(data, [entry["path"] for entry in data])
 
 
 def _recipe_and_folder(recipe: str, overrides: list[str], out: Path | None) -> tuple[Recipe, Path]:
@@ -139,7 +129,7 @@ def _write_report(
 
 def report(runs: list[Path], out: Path | None, format: str, figures: Path | None) -> Output:
     written = [str(path) for path in _write_report(runs, out, format, figures)]
-    return _lines({"page": written[0], "figures": written[1:]}, written)
+    return lines_output({"page": written[0], "figures": written[1:]}, written)
 
 
 def stage(stage: str, recipe: str, overrides: list[str], out: Path | None) -> Output:
@@ -152,7 +142,7 @@ def stage(stage: str, recipe: str, overrides: list[str], out: Path | None) -> Ou
     with open_run(folder, loaded) as run_dir, run_dir.timed(stage):
         fetch_assets(loaded, run_dir, progress)
         STAGES[stage](loaded, run_dir, progress)
-    return _lines({"stage": stage, "run": str(folder)}, [f"{stage}: done in {folder}"])
+    return lines_output({"stage": stage, "run": str(folder)}, [f"{stage}: done in {folder}"])
 
 
 def _show_results(data: dict[str, Any], folder: Path, page: Path | None = None) -> None:
@@ -198,157 +188,7 @@ def status(run: Path) -> Output:
 
     run_dir = RunDirectory(run)
     data = progress_of(run_dir.recipe(), run_dir)
-    return _lines(data, [f"{entry['state']:12} {entry['what']}" for entry in data])
-
-
-def generate(
-    run: Path,
-    energy: str | None,
-    prompt: str | None,
-    example: int | None,
-    num_proposals: int,
-    num_tokens: int | None,
-    top_k: int | None,
-    top_p: float | None,
-    seed: int,
-    all: bool,
-) -> Output:
-    from residual_ebm.models.joint import JointModel
-
-    if prompt is None:
-        prompt = _example_prefix(run, example)
-    joint = JointModel.from_pretrained(run, energy)
-    sample = joint.sample(
-        prompt,
-        num_proposals,
-        num_tokens=num_tokens,
-        top_k=top_k,
-        top_p=top_p,
-        seed=seed,
-        progress=TerminalProgress(),
-    )
-    data: dict[str, Any] = {
-        "text": sample.text,
-        "ids": sample.ids_T.tolist(),
-        "energy": sample.energy,
-        "lm_log_prob": sample.lm_log_prob,
-        "effective_sample_size": sample.effective_sample_size,
-        "num_proposals": sample.num_proposals,
-        "target": sample.target,
-        "flags": sample.flags,
-    }
-    lines = [
-        sample.text,
-        f"  energy {sample.energy:+.3f}, lm_log_prob {sample.lm_log_prob:.3f}, effective sample"
-        f" size {sample.effective_sample_size:.1f} of {num_proposals}, target {sample.target}",
-        *(f"  flag: {flag}" for flag in sample.flags),
-    ]
-    if all:
-        data["proposals"] = _scored_set(joint, sample.scored)
-        ranked = sorted(data["proposals"], key=lambda entry: entry["energy"])
-        lines += [
-            f"{entry['energy']:+9.3f} {entry['lm_log_prob']:9.3f}  {entry['text']}"
-            for entry in ranked
-        ]
-    return _lines(data, lines)
-
-
-def _example_prefix(run: Path, example: int | None) -> str:
-    from residual_ebm.files.run_directory import RunDirectory
-
-    examples = RunDirectory(run).read_results()["examples"]
-    if example is None or not 1 <= example <= len(examples):
-        raise UserError("--example", example, f"the run has examples 1 to {len(examples)}")
-    return str(examples[example - 1]["prefix"])
-
-
-def _scored_set(joint: Any, scored: Any) -> list[dict[str, Any]]:
-    proposals = scored.proposals
-    return [
-        {
-            "text": joint.decode(proposals.ids_NT[number, : proposals.length_N[number]]),
-            "energy": float(scored.energy_N[number]),
-            "lm_log_prob": float(proposals.log_prob_N[number]),
-        }
-        for number in range(len(scored.energy_N))
-    ]
-
-
-def score(
-    run: Path,
-    energy: str | None,
-    text: str,
-    text_column: str,
-    num_samples: int | None,
-    seed: int,
-) -> Output:
-    from residual_ebm.assets.resolve import local_source
-    from residual_ebm.files.corpus import read_documents
-    from residual_ebm.models.joint import JointModel
-    from residual_ebm.stages.evaluate import plain_numbers
-
-    if text.startswith("grammar:"):
-        raise UserError("text", text, "is no text to score; name a file or a folder")
-    if not (text.startswith(("asset:", "hf:")) or Path(text).expanduser().exists()):
-        raise UserError("text", text, "no such file or folder")
-    text = local_source(text, "text", TerminalProgress(), kind="corpus")
-    try:
-        documents = read_documents(text, text_column=text_column).documents
-    except UserError as error:
-        # The reader speaks of the recipe's fields; here they are arguments.
-        argument = {"corpus.path": "text", "corpus.text_column": "--text-column"}
-        field = argument.get(error.field, error.field)
-        raise UserError(field, error.value, error.remedy) from None
-    joint = JointModel.from_pretrained(run, energy)
-    texts = [document.text for document in documents]
-    blocks = joint.blocks_of(texts)
-    lm_log_prob_P, energy_P = joint.score(blocks)
-    passages = [
-        {
-            "document": documents[int(blocks.document_B[number])].name,
-            "num_tokens": int(blocks.length_B[number]) - joint.block.prefix_length,
-            "lm_log_prob": float(lm_log_prob_P[number]),
-            "energy": float(energy_P[number]),
-        }
-        for number in range(len(blocks))
-    ]
-    data: dict[str, Any] = {"passages": passages}
-    lines = [f"{'lm_log_prob':>12} {'energy':>9}  document"]
-    lines += [f"{p['lm_log_prob']:12.3f} {p['energy']:+9.3f}  {p['document']}" for p in passages]
-    if num_samples is not None:
-        report = joint.perplexity(texts, num_samples, seed=seed, progress=TerminalProgress())
-        data["perplexity"] = plain_numbers(report)
-        base, estimate = report.base, report.joint
-        lines += [
-            f"perplexity of {report.num_prefixes} passages: P_LM {base.value:.3f}, joint"
-            f" {estimate.lower:.3f}-{estimate.upper:.3f} (n = {num_samples}, effective sample size"
-            f" {estimate.effective_sample_size:.0f})",
-            *(f"  flag: {flag}" for flag in report.flags),
-        ]
-    return _lines(data, lines)
-
-
-def gap(run: Path, energy: str | None, num_passages: int) -> Output:
-    from residual_ebm.files.run_directory import RunDirectory
-    from residual_ebm.report.rows import one_line
-    from residual_ebm.stages.gap import gap_report
-
-    if num_passages < 0:
-        raise UserError("num_passages", num_passages, "ask for 0 or more")
-    data = gap_report(RunDirectory(run), energy, num_passages)
-    interval = data["interval"]
-    shown = "?" if interval["low"] is None else f"{interval['low']:.3f} to {interval['high']:.3f}"
-    lines = [
-        f"{data['language_model']} is at least {data['gap']:.3f} nats a passage away from the test"
-        f" text (95 % interval {shown}), by the energy {data['energy']}.",
-        "KL(data || P_LM) >= E_data[-E] - log Z; upper estimate of log Z, n ="
-        f" {data['num_samples']}, {data['num_prefixes']} passages.",
-        *(f"  flag: {flag}" for flag in data["flags"]),
-    ]
-    for passage in data["passages"]:
-        prefix, continuation = (one_line(passage[part]) for part in ("prefix", "continuation"))
-        lines.append(f"{passage['gap']:+8.3f}  {prefix} | {continuation}")
-    return _lines(data, lines)
+    return lines_output(data, [f"{entry['state']:12} {entry['what']}" for entry in data])
 
 
 def bench(names: list[str], repeats: int, page: Path | None) -> Output:

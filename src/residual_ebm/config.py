@@ -268,12 +268,22 @@ class ProposalsConfig(SamplingConfig):
     num_samples: Annotated[int, Field(ge=8)]  # n/4 must leave two for the leave-one-out estimate
 
 
+class PerStepConfig(Section):
+    """The joint model token by token, for the best energy; costs far more than the table."""
+
+    num_prefixes: Count
+    num_samples: Annotated[int, Field(ge=2)]  # completions for each position
+    enumerate_last: bool = True  # the last position exactly, a block for every token there is
+    num_repeats: Annotated[int, Field(ge=0)] = 0  # contexts in which a sample repeats itself
+
+
 class EvaluationConfig(Section):
     batch_size: Count = 64
     bootstrap_resamples: Count = 2000
     fit_energy_scale: bool = True
     num_examples: Annotated[int, Field(ge=0)] = 3
     num_draws: Annotated[int, Field(ge=2)] = 10  # samples a prefix for repetition and densities
+    per_step: PerStepConfig | None = None
 
 
 class Recipe(Section):

@@ -12,8 +12,9 @@ import toys
 from torch import Tensor
 
 from residual_ebm.config import ContinuationMode
+from residual_ebm.errors import UserError
 from residual_ebm.models.joint import JointModel
-from residual_ebm.models.per_step import step_chain
+from residual_ebm.models.per_step import exact_last_step, step_chain
 
 NUM_SAMPLES = 2000
 # New tokens; in until_end mode the last two end before the horizon.
@@ -101,6 +102,41 @@ def test_zero_energy_leaves_every_step_as_it_is() -> None:
     chain = step_chain(joint, torch.tensor([*toys.prompt_ids(), 5, 3, 6]), 16, seed=0)
     for bound_C in chain.log_prob_bounds():
         assert torch.allclose(bound_C, chain.lm_log_prob_C, atol=1e-9)
+
+
+@pytest.mark.parametrize("mode", ["fixed", "until_end"])
+@pytest.mark.parametrize("name", ["heat", "unit", "bit", "bit_bpe"])
+def test_the_last_step_by_enumeration(name: str, mode: ContinuationMode) -> None:
+    joint, new = toys.joint_model(name, mode), [5, 3, 6]
+    exact = exact_chain(joint, mode, new)
+    expected = exact.lm_log_prob_C[-1] + exact.log_a_S[-1] - exact.log_a_S[-2]
+    found = exact_last_step(joint, torch.tensor([*toys.prompt_ids(), *new]))
+    assert found == pytest.approx(expected.item(), abs=1e-4)
+
+
+def test_only_a_whole_block_has_a_last_step_to_enumerate() -> None:
+    joint = toys.joint_model("heat", "until_end")
+    with pytest.raises(UserError, match="only the last of 6 tokens"):
+        exact_last_step(joint, torch.tensor([*toys.prompt_ids(), 4, 0]))
+
+
+def test_published_intervals_hold_the_truth_as_often_as_they_say() -> None:
+    joint, new = toys.joint_model("bit"), [5, 3, 6]
+    ids_T = torch.tensor([*toys.prompt_ids(), *new])
+    exact = exact_chain(joint, "fixed", new)
+    exact_C = exact.lm_log_prob_C + exact.log_a_S.diff()
+    held = []
+    for seed in range(120):
+        low_C, high_C = step_chain(joint, ids_T, 200, seed=seed).published()
+        held.append((low_C <= exact_C + 1e-6) & (exact_C <= high_C + 1e-6))
+    share_C = torch.stack(held).double().mean(0)
+    assert (share_C > 0.88).all()  # 95 %, less three and a half standard errors
+    # The bounds alone do not: they close in on each other faster than on the truth.
+    bare_C = torch.zeros(len(new))
+    for seed in range(40):
+        lower_C, upper_C = step_chain(joint, ids_T, 200, seed=seed).log_prob_bounds()
+        bare_C += (lower_C <= exact_C) & (exact_C <= upper_C)
+    assert (bare_C / 40 < 0.8).any()
 
 
 def test_a_chain_is_a_function_of_its_seed() -> None:

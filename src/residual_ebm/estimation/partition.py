@@ -68,6 +68,17 @@ def log_partition_bounds(log_weight_N: Tensor | ArrayLike) -> LogPartitionBounds
     return LogPartitionBounds(lower=lower, upper=lower + gap.clamp(min=0))
 
 
+def log_partition_error(log_weight_N: Tensor | ArrayLike) -> Tensor:
+    """One standard error of T_n over the last dimension, by the delta method: what other samples
+    might have given. The bounds close in on each other as 1/n, this shrinks as 1/sqrt(n) only."""
+    log_weight_N = checked_log_weight(log_weight_N)
+    num_samples = log_weight_N.shape[-1]
+    if num_samples < 2:
+        raise UserError("num_samples", num_samples, "a spread needs at least 2 samples")
+    ratio_N = num_samples * log_weight_N.softmax(dim=-1)  # w_i / mean w
+    return ratio_N.std(dim=-1) / math.sqrt(num_samples)
+
+
 def bounds_on_disjoint_subsets(
     log_weight_N: Tensor | ArrayLike, subset_size: int
 ) -> LogPartitionBounds:

@@ -33,6 +33,7 @@ class RunDirectory:
         self.blocks = path / "blocks"
         self.metrics = path / "metrics.jsonl"
         self.states = path / "states"
+        self.per_step = path / "per_step"
         self.results = path / "results.json"
         self.analysis = path / "analysis.json"
         self.tensorboard = path / "tensorboard"

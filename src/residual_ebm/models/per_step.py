@@ -5,9 +5,10 @@ With A_t = E[exp(-E) | x_<=t], the mean over what P_LM would write after x_<=t,
     P(x_t | x_<t) = P_LM(x_t | x_<t) A_t / A_(t-1).
 
 A_p is Z(prefix); A_T is exp(-E(x)), exact. The numerator of a step is the denominator of the next,
-so a chain of T - p estimates serves every step.
+so a chain of T - p estimates serves every step. At t = T nothing is left to write, and A_(T-1) is a
+sum over the vocabulary: the last step can be had exactly, to check the estimate.
 
-Shapes: S = steps + 1 links of the chain, C steps.
+Shapes: S = steps + 1 links of the chain, C steps, V vocabulary, T tokens of a block.
 """
 
 from dataclasses import dataclass
@@ -17,16 +18,21 @@ from torch import Tensor
 
 from residual_ebm.errors import UserError
 from residual_ebm.estimation.importance import log_weight
+from residual_ebm.estimation.partition import log_partition_error
 from residual_ebm.models.joint import JointModel
 from residual_ebm.randomness import derive_seed
+
+_NORMAL_95 = 1.959964  # standard errors on each side of a 95 % interval
+_BLOCKS_AT_ONCE = 512
 
 
 @dataclass(frozen=True)
 class StepChain:
-    """Bounds of log A_p ... log A_T for one block; the last link is exact."""
+    """Bounds of log A_p ... log A_T for one block, with standard errors; the last link is exact."""
 
     lower_S: Tensor
     upper_S: Tensor
+    error_S: Tensor
     lm_log_prob_C: Tensor
 
     def log_prob_bounds(self) -> tuple[Tensor, Tensor]:
@@ -34,6 +40,13 @@ class StepChain:
         lower_C = self.lm_log_prob_C + self.lower_S[1:] - self.upper_S[:-1]
         upper_C = self.lm_log_prob_C + self.upper_S[1:] - self.lower_S[:-1]
         return lower_C, upper_C
+
+    def published(self) -> tuple[Tensor, Tensor]:
+        """The bounds, widened by what other samples might have given: 95 % intervals."""
+        lower_C, upper_C = self.log_prob_bounds()
+        # Links have samples of their own, so their errors are independent.
+        margin_C = _NORMAL_95 * (self.error_S[1:].square() + self.error_S[:-1].square()).sqrt()
+        return lower_C - margin_C, upper_C + margin_C
 
 
 def step_chain(joint: JointModel, ids_T: Tensor, num_samples: int, *, seed: int) -> StepChain:
@@ -48,7 +61,7 @@ def step_chain(joint: JointModel, ids_T: Tensor, num_samples: int, *, seed: int)
             f"{len(ids_T)} tokens",
             f"a chain needs a whole block: {horizon} tokens, or an end after the first {start}",
         )
-    lower, upper = [], []
+    lower, upper, error = [], [], []
     for length in range(start, len(ids_T)):
         scored = joint.propose(
             ids_T[:length],
@@ -59,6 +72,7 @@ def step_chain(joint: JointModel, ids_T: Tensor, num_samples: int, *, seed: int)
         bounds = scored.log_partition()
         lower.append(float(bounds.lower))
         upper.append(float(bounds.upper))
+        error.append(float(log_partition_error(scored.log_weight_N)))
     # Padded to the horizon, as every block of a batch is.
     padding = torch.full((horizon - len(ids_T),), joint.language_model.end_of_text)
     block_1T = torch.cat([ids_T, padding])[None]
@@ -68,5 +82,27 @@ def step_chain(joint: JointModel, ids_T: Tensor, num_samples: int, *, seed: int)
     return StepChain(
         torch.tensor([*lower, last], dtype=torch.float64),
         torch.tensor([*upper, last], dtype=torch.float64),
+        torch.tensor([*error, 0.0], dtype=torch.float64),
         log_prob_1C[0, : len(ids_T) - start],
     )
+
+
+def exact_last_step(joint: JointModel, ids_T: Tensor) -> float:
+    """log P(x_T | x_<T) of a block that fills the horizon, by enumeration of the vocabulary."""
+    horizon = joint.block.length
+    if len(ids_T) != horizon:
+        raise UserError(
+            "block", f"{len(ids_T)} tokens", f"only the last of {horizon} tokens is enumerable"
+        )
+    vocabulary = joint.language_model.vocabulary_size
+    ids_VT = ids_T.expand(vocabulary, -1).clone()
+    ids_VT[:, -1] = torch.arange(vocabulary)
+    log_prob_V = torch.cat(
+        [
+            joint.language_model.log_prob(part_BT, horizon - 1)[:, 0].double().cpu()
+            for part_BT in ids_VT.split(_BLOCKS_AT_ONCE)
+        ]
+    )
+    energy_V = joint.energy_model.energy(ids_VT, batch_size=_BLOCKS_AT_ONCE)
+    log_joint_V = log_prob_V + log_weight(energy_V).cpu()
+    return float(log_joint_V[ids_T[-1]] - log_joint_V.logsumexp(0))

@@ -47,6 +47,8 @@ def run_figures(results: dict[str, Any], analysis: dict[str, Any] | None) -> lis
             of.calibration(),
             of.ranks(),
         ]
+        if analysis.get("per_step"):
+            figures.insert(1, _per_step(analysis["per_step"], analysis["seed"]))
     return [*figures, *_curves(results)]
 
 
@@ -200,6 +202,43 @@ class Made:
             f" proposals; even (the dotted line): the energy cannot tell. {self._made_of}",
             draw,
         )
+
+
+def _per_step(steps: dict[str, Any], seed: int) -> RunFigure:
+    rows, last = steps["positions"], steps["last_step"]
+
+    def draw(axes: Axes) -> None:
+        place = [row["position"] for row in rows]
+        gains = {
+            side: [100 * (1 - row[side] / row["base"]) for row in rows]
+            for side in ("lower", "upper")
+        }
+        axes.fill_between(place, gains["upper"], gains["lower"], color=JOINT, alpha=0.3)
+        axes.plot(place, gains["upper"], color=JOINT, label="by the upper perplexity")
+        axes.plot(place, gains["lower"], color=JOINT, linewidth=0.8, label="by the lower one")
+        if last is not None:
+            gain = 100 * (1 - last["exact_perplexity"] / last["base_perplexity"])
+            axes.plot(place[-1], gain, "*", color=BASE, markersize=11, label="last, enumerated")
+        axes.axhline(0, **_GUIDE)
+        axes.set_xlabel("position after the prefix")
+        axes.set_ylabel("perplexity gained, %")
+        axes.legend()
+
+    checked = ""
+    if last is not None:
+        checked = (
+            f" At the last position the exact value lies within the 95 % interval for"
+            f" {last['inside']} of {last['num_prefixes']} prefixes; estimate minus exact"
+            f" {last['mean_error']:+.4f} nats on average."
+        )
+    return RunFigure(
+        "per-step",
+        "Which positions gain?",
+        f"Perplexity of joint {steps['energy']} at each position, relative to its language model"
+        f" (Figure 1 of the paper).{checked} {steps['num_prefixes']} test prefixes,"
+        f" n = {steps['num_samples']} completions a position, seed {seed}.",
+        draw,
+    )
 
 
 def _draw_repetition(axes: Axes, rows: list[dict[str, Any]], kind: str) -> None:

@@ -31,6 +31,7 @@ from residual_ebm.report.rows import (
 )
 from residual_ebm.report.story import Piece, compare_texts, verdict
 
+_SHOWN_TOKENS = 5
 _ROLES = {
     "base": "base",
     "joint": "joint",
@@ -115,6 +116,7 @@ def _view(run: Run, identity: str) -> dict[str, Any]:
         ],
         "gap": gap_of(run),
         "examples": _examples(results),
+        "repeats": repeats_of(run),
         "examples_note": (
             f"Prefixes chosen by seed {results['seed']}, never by hand; samples by the energy"
             f" {results['best_energy']}. Marked: words that the real text has not in that place."
@@ -182,6 +184,28 @@ def gap_of(run: Run) -> dict[str, Any] | None:
         for which, found in passages.items()
     ]
     return {"sentence": sentence, "groups": groups}
+
+
+def repeats_of(run: Run) -> list[dict[str, Any]]:
+    """Contexts in which the language model repeats itself, and both models' next tokens."""
+    entries = ((run.analysis or {}).get("per_step") or {}).get("repeats", [])
+    return [
+        {
+            "context": tail_text(entry["context"]),
+            "repeated": entry["repeated"],
+            "columns": [
+                (
+                    label,
+                    [
+                        (one["token"], f"{one['probability']:.2f}")
+                        for one in entry[f"best_{model}"][:_SHOWN_TOKENS]
+                    ],
+                )
+                for model, label in (("base", "language model"), ("joint", "joint"))
+            ],
+        }
+        for entry in entries
+    ]
 
 
 def _examples(results: dict[str, Any]) -> list[dict[str, Any]]:

@@ -32,6 +32,7 @@ from residual_ebm.randomness import derive_seed, uniform
 from residual_ebm.stages.evaluate import plain_numbers, read_scored, resampling
 from residual_ebm.stages.gap import by_gap, passage_gaps, passages_of
 from residual_ebm.stages.proposals import evaluation_prefixes
+from residual_ebm.stages.step_analysis import analyse_steps
 
 SENTENCE = "Analysing: number of samples, repetition, densities, the energy as a detector"
 _FEWEST_SAMPLES = 8
@@ -45,7 +46,7 @@ def run(recipe: Recipe, run_dir: RunDirectory, progress: Progress = QUIET) -> No
     if run_dir.analysis.exists():
         return
     progress.stage(SENTENCE)
-    analysis = {
+    analysis: dict[str, Any] = {
         "recipe": recipe.name,
         "commit": source_commit(),
         "seed": recipe.seed,
@@ -57,6 +58,11 @@ def run(recipe: Recipe, run_dir: RunDirectory, progress: Progress = QUIET) -> No
             entry.name: _of_energy(recipe, run_dir, entry.name) for entry in recipe.corrections
         },
     }
+    best = run_dir.read_results()["best_energy"]
+    if recipe.evaluation.per_step is not None and best is not None:
+        analysis["per_step"] = analyse_steps(
+            recipe, run_dir, best, recipe.evaluation.per_step, progress
+        )
     write_json(run_dir.analysis, plain_numbers(analysis))
 
 

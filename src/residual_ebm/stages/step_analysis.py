@@ -1,0 +1,237 @@
+"""The joint model token by token on test prefixes (Figure 1; appendix A.1): what each position
+gains, the last one checked by enumeration, and what becomes of tokens that repeat.
+
+One file a prefix, so that hours of it survive a kill.
+
+Shapes: P prefixes, C positions of the continuation, T tokens of a block.
+"""
+
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+
+from residual_ebm.config import PerStepConfig, Recipe
+from residual_ebm.files.run_directory import RunDirectory
+from residual_ebm.files.samples import pick_rows
+from residual_ebm.files.storage import read_json, write_json
+from residual_ebm.models.joint import JointModel
+from residual_ebm.models.next_token import next_tokens
+from residual_ebm.models.per_step import exact_last_step, step_chain
+from residual_ebm.progress import Progress
+from residual_ebm.randomness import derive_seed, generator
+from residual_ebm.stages.proposals import evaluation_prefixes
+
+_NUM_CANDIDATES = 128
+_NUM_SHOWN = 10
+_REPEATED = 3  # tokens
+
+
+def analyse_steps(
+    recipe: Recipe, run_dir: RunDirectory, energy: str, config: PerStepConfig, progress: Progress
+) -> dict[str, Any]:
+    """Of the first test prefixes, which are in no order of their own."""
+    joint = JointModel.from_pretrained(run_dir.path, energy)
+    folder = run_dir.per_step / energy
+    blocks, block_P = evaluation_prefixes(recipe, run_dir, "test")
+    part = blocks.select(block_P[: config.num_prefixes])
+    prefixes = []
+    with progress.bar("per step", len(part)) as bar:
+        for number, (ids_T, length) in enumerate(zip(part.ids_BT, part.length_B, strict=True)):
+            path = folder / f"prefix-{number:05d}.json"
+            entry = _read(path, joint.energy_model.fingerprint)
+            if entry is None:
+                block_T = torch.from_numpy(ids_T[:length])
+                entry = _of_block(recipe, joint, block_T, number, config)
+                write_json(path, entry)
+            prefixes.append(entry)
+            bar.advance()
+    return {
+        "energy": energy,
+        "num_prefixes": len(prefixes),
+        "num_samples": config.num_samples,
+        "positions": _positions(prefixes),
+        "last_step": _last_step(prefixes),
+        "repeats": _repeats(recipe, run_dir, joint, energy, config, folder, progress),
+    }
+
+
+def _read(path: Path, fingerprint: str) -> dict[str, Any] | None:
+    """What was computed before, by the same energy."""
+    if not path.exists():
+        return None
+    entry: dict[str, Any] = read_json(path, has="energy_fingerprint")
+    return entry if entry["energy_fingerprint"] == fingerprint else None
+
+
+def _of_block(
+    recipe: Recipe, joint: JointModel, ids_T: torch.Tensor, number: int, config: PerStepConfig
+) -> dict[str, Any]:
+    seed = derive_seed(recipe.seed, "per_step", number)
+    chain = step_chain(joint, ids_T, config.num_samples, seed=seed)
+    lower_C, upper_C = chain.log_prob_bounds()
+    low_C, high_C = chain.published()
+    whole = len(ids_T) == joint.block.length
+    exact = exact_last_step(joint, ids_T) if config.enumerate_last and whole else None
+    return {
+        "energy_fingerprint": joint.energy_model.fingerprint,
+        "lm_log_prob": chain.lm_log_prob_C.tolist(),
+        "lower": lower_C.tolist(),
+        "upper": upper_C.tolist(),
+        "low": low_C.tolist(),
+        "high": high_C.tolist(),
+        "exact_last": exact,
+    }
+
+
+def _positions(prefixes: list[dict[str, Any]]) -> list[dict[str, Any]]:
+    """Perplexity at each position under P_LM and, between bounds, under the joint model."""
+    rows = []
+    for position in range(max(len(entry["lower"]) for entry in prefixes)):
+        reaching = [entry for entry in prefixes if len(entry["lower"]) > position]
+        means = {
+            key: float(np.mean([entry[key][position] for entry in reaching]))
+            for key in ("lm_log_prob", "lower", "upper")
+        }
+        gains = np.array(
+            [
+                (entry["lower"][position] + entry["upper"][position]) / 2
+                - entry["lm_log_prob"][position]
+                for entry in reaching
+            ]
+        )
+        rows.append(
+            {
+                "position": position + 1,
+                "num_prefixes": len(reaching),
+                "base": float(np.exp(-means["lm_log_prob"])),
+                "lower": float(np.exp(-means["upper"])),  # perplexities, so the other way round
+                "upper": float(np.exp(-means["lower"])),
+                "gain": float(gains.mean()),  # nats of log-prob
+                "gain_error": float(gains.std(ddof=1) / np.sqrt(len(gains)))
+                if len(gains) > 1
+                else None,
+            }
+        )
+    return rows
+
+
+def _last_step(prefixes: list[dict[str, Any]]) -> dict[str, Any] | None:
+    """The estimate at the last position beside the exact value."""
+    checked = [entry for entry in prefixes if entry["exact_last"] is not None]
+    if not checked:
+        return None
+    exact = np.array([entry["exact_last"] for entry in checked])
+    low = np.array([entry["low"][-1] for entry in checked])
+    high = np.array([entry["high"][-1] for entry in checked])
+    middle = np.array([(entry["lower"][-1] + entry["upper"][-1]) / 2 for entry in checked])
+    error = middle - exact
+    return {
+        "num_prefixes": len(checked),
+        "inside": int(((low <= exact) & (exact <= high)).sum()),
+        "mean_error": float(error.mean()),
+        "standard_error": float(error.std(ddof=1) / np.sqrt(len(error)))
+        if len(error) > 1
+        else None,
+        "median_width": float(np.median(high - low)),
+        "exact_perplexity": float(np.exp(-exact.mean())),
+        "estimated_perplexity": float(np.exp(-middle.mean())),
+        "base_perplexity": float(np.exp(-np.mean([entry["lm_log_prob"][-1] for entry in checked]))),
+    }
+
+
+def find_repeats(ids_T: np.ndarray, start: int) -> list[int]:
+    """Places from `start` on that end three tokens which the text has said before."""
+    seen: set[tuple[int, ...]] = set()
+    found = []
+    for place in range(_REPEATED - 1, len(ids_T)):
+        said = tuple(ids_T[place + 1 - _REPEATED : place + 1].tolist())
+        if said in seen and place >= start:
+            found.append(place)
+        seen.add(said)
+    return found
+
+
+def _repeats(
+    recipe: Recipe,
+    run_dir: RunDirectory,
+    joint: JointModel,
+    energy: str,
+    config: PerStepConfig,
+    folder: Path,
+    progress: Progress,
+) -> list[dict[str, Any]]:
+    """Contexts in which a sample of P_LM repeats itself, chosen by seed, and both models' next
+    tokens there."""
+    if not config.num_repeats:
+        return []
+    proposals = run_dir.proposals(recipe.corrected_by(energy), "test")
+    blocks, block_P = evaluation_prefixes(recipe, run_dir, "test")
+    prefix_K = np.arange(len(block_P))
+    rows = pick_rows(proposals, prefix_K, np.zeros_like(prefix_K))
+    start = recipe.block.prefix_length
+    prefix_PL = blocks.ids_BT[block_P, :start]
+    contexts = [
+        (prefix, place - start)
+        for prefix, (ids_C, length) in enumerate(zip(rows.ids_NC, rows.length_N, strict=True))
+        for place in find_repeats(np.concatenate([prefix_PL[prefix], ids_C[:length]]), start)
+    ]
+    order = generator(recipe.seed, "repeats").permutation(len(contexts))[: config.num_repeats]
+    entries = []
+    with progress.bar("repeats", len(order)) as bar:
+        for prefix, place in (contexts[number] for number in order):
+            path = folder / f"repeat-{prefix:05d}-{place:03d}.json"
+            entry = _read(path, joint.energy_model.fingerprint)
+            if entry is None:
+                entry = _of_repeat(
+                    joint,
+                    torch.from_numpy(prefix_PL[prefix]),
+                    torch.from_numpy(rows.ids_NC[prefix, : place + 1]),
+                    config.num_samples,
+                    derive_seed(recipe.seed, "repeat", prefix, place),
+                )
+                write_json(path, entry)
+            entries.append(entry)
+            bar.advance()
+    return entries
+
+
+def _of_repeat(
+    joint: JointModel,
+    prefix_ids: torch.Tensor,
+    continued_ids: torch.Tensor,
+    num_samples: int,
+    seed: int,
+) -> dict[str, Any]:
+    *_, repeated = continued_ids.tolist()
+    found = next_tokens(
+        joint,
+        prefix_ids,
+        continued_ids[:-1],
+        num_candidates=_NUM_CANDIDATES,
+        num_samples=num_samples,
+        seed=seed,
+    )
+    best = {
+        "base": found.best_of_lm(_NUM_SHOWN),
+        "joint": found.best_of_joint(_NUM_SHOWN),
+    }
+    everything = {
+        "base": dict(found.best_of_lm(_NUM_CANDIDATES)),
+        "joint": dict(found.best_of_joint(_NUM_CANDIDATES)),
+    }
+    return {
+        "energy_fingerprint": joint.energy_model.fingerprint,
+        "context": joint.decode(torch.cat([prefix_ids, continued_ids[:-1]])),
+        "repeated": joint.decode(torch.tensor([repeated])),
+        # Among the candidates; None where the sampled token is not one of them.
+        **{model: chances.get(repeated) for model, chances in everything.items()},
+        **{
+            f"best_{model}": [
+                {"token": joint.decode(torch.tensor([token])), "probability": probability}
+                for token, probability in chosen
+            ]
+            for model, chosen in best.items()
+        },
+    }
