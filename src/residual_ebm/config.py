@@ -277,6 +277,16 @@ class PerStepConfig(Section):
     num_repeats: Annotated[int, Field(ge=0)] = 0  # contexts in which a sample repeats itself
 
 
+class CalibrationConfig(Section):
+    """How often the published interval holds the truth; for languages that can be enumerated."""
+
+    num_samples: Annotated[list[Annotated[int, Field(ge=8)]], Field(min_length=1)]
+    scales: Annotated[list[Annotated[float, Field(gt=0)]], Field(min_length=1)]  # of the energy
+    num_documents: Annotated[int, Field(ge=2)]  # of an estimate
+    num_replicates: Annotated[int, Field(ge=2)]
+    bootstrap_resamples: Count = 200
+
+
 class EvaluationConfig(Section):
     batch_size: Count = 64
     bootstrap_resamples: Count = 2000
@@ -284,6 +294,7 @@ class EvaluationConfig(Section):
     num_examples: Annotated[int, Field(ge=0)] = 3
     num_draws: Annotated[int, Field(ge=2)] = 10  # samples a prefix for repetition and densities
     per_step: PerStepConfig | None = None
+    calibration: CalibrationConfig | None = None
 
 
 class Recipe(Section):

@@ -13,9 +13,10 @@ every duty but the topic and nothing is hidden, so any 15 consecutive words tell
 
 from collections.abc import Callable, Hashable, Iterable, Iterator
 from functools import cache
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from residual_ebm.errors import UserError
+from residual_ebm.files import bracket_grammar
 from residual_ebm.files.automaton import END, Grammar, Symbol
 from residual_ebm.randomness import generator
 
@@ -157,7 +158,11 @@ def _small(state: _State) -> Iterable[_Choice]:
     raise AssertionError(state)
 
 
-GRAMMARS: dict[str, Callable[[_State], Iterable[_Choice]]] = {"small": _small}
+# Where a document starts, and what may follow in a state.
+GRAMMARS: dict[str, tuple[Any, Callable[[Any], Iterable[tuple[float, Symbol, Any]]]]] = {
+    "small": (_State(), _small),
+    "brackets": (bracket_grammar.Open(), bracket_grammar.choices),
+}
 
 
 @cache
@@ -167,16 +172,17 @@ def build_grammar(name: str) -> Grammar:
         remedy = f"no such grammar; there is {', '.join(f'grammar:{known}' for known in GRAMMARS)}"
         raise UserError("corpus.path", f"grammar:{name}", remedy)
     table: dict[Hashable, dict[Symbol, tuple[float, Hashable]]] = {}
-    found = [_State()]
+    start, choices = GRAMMARS[name]
+    found = [start]
     for state in found:
         if state in table:
             continue
         row = table[state] = {}
-        for probability, symbol, following in GRAMMARS[name](state):
+        for probability, symbol, following in choices(state):
             assert symbol not in row, f"{symbol!r} stands for two choices in {state}"
             row[symbol] = (probability, following)
             found.append(following)
-    return Grammar(table, start=_State())
+    return Grammar(table, start=start)
 
 
 def generate_documents(name: str, num_documents: int, seed: int) -> list[str]:

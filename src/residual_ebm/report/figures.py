@@ -49,6 +49,8 @@ def run_figures(results: dict[str, Any], analysis: dict[str, Any] | None) -> lis
         ]
         if analysis.get("per_step"):
             figures.insert(1, _per_step(analysis["per_step"], analysis["seed"]))
+        if analysis.get("calibration"):
+            figures[1:1] = _coverage(analysis["calibration"], analysis["seed"])
     return [*figures, *_curves(results)]
 
 
@@ -239,6 +241,52 @@ def _per_step(steps: dict[str, Any], seed: int) -> RunFigure:
         f" n = {steps['num_samples']} completions a position, seed {seed}.",
         draw,
     )
+
+
+def _coverage(found: dict[str, Any], seed: int) -> list[RunFigure]:
+    by_scale: dict[float, list[dict[str, Any]]] = {}
+    for row in found["rows"]:
+        by_scale.setdefault(row["scale"], []).append(row)
+    made_of = (
+        f"Energy {found['energy']}, times a factor; {found['rows'][0]['num_replicates']} estimates"
+        f" of {found['num_documents']} documents each, drawn from {found['num_prefixes']} prefixes"
+        f" with {found['num_continuations']} continuations, seed {seed}."
+    )
+
+    def draw(axes: Axes, key: str) -> None:
+        for colour, (scale, rows) in zip(_colours(), by_scale.items(), strict=False):
+            points = [(row["num_samples"], row[key]) for row in rows]
+            plot_curve(axes, points, f"energy x {scale:g}", color=colour)
+        axes.set_xscale("log", base=2)
+        axes.xaxis.set_major_formatter(ScalarFormatter())
+        axes.set_ylim(-0.03, 1.03)
+        axes.set_xlabel("samples a prefix")
+        axes.legend()
+
+    def draw_covered(axes: Axes) -> None:
+        draw(axes, "covered")
+        axes.axhline(0.95, **_GUIDE)
+        axes.set_ylabel("intervals that hold the truth")
+
+    def draw_flagged(axes: Axes) -> None:
+        draw(axes, "flagged")
+        axes.set_ylabel("estimates with a flag")
+
+    return [
+        RunFigure(
+            "coverage",
+            "Does the published interval hold the truth?",
+            "Share of published 95 % intervals (dotted: 95 %) that hold the true perplexity of the"
+            f" joint model, which is summed over all continuations. {made_of}",
+            draw_covered,
+        ),
+        RunFigure(
+            "warnings",
+            "Do the flags warn?",
+            f"Share of the same estimates that raise at least one flag. {made_of}",
+            draw_flagged,
+        ),
+    ]
 
 
 def _draw_repetition(axes: Axes, rows: list[dict[str, Any]], kind: str) -> None:

@@ -29,6 +29,7 @@ from residual_ebm.files.source_commit import source_commit
 from residual_ebm.files.storage import write_json
 from residual_ebm.progress import QUIET, Progress
 from residual_ebm.randomness import derive_seed, uniform
+from residual_ebm.stages.calibrate import calibrate
 from residual_ebm.stages.evaluate import plain_numbers, read_scored, resampling
 from residual_ebm.stages.gap import by_gap, passage_gaps, passages_of
 from residual_ebm.stages.proposals import evaluation_prefixes
@@ -62,6 +63,10 @@ def run(recipe: Recipe, run_dir: RunDirectory, progress: Progress = QUIET) -> No
     if recipe.evaluation.per_step is not None and best is not None:
         analysis["per_step"] = analyse_steps(
             recipe, run_dir, best, recipe.evaluation.per_step, progress
+        )
+    if recipe.evaluation.calibration is not None and best is not None:
+        analysis["calibration"] = calibrate(
+            recipe, run_dir, best, recipe.evaluation.calibration, progress
         )
     write_json(run_dir.analysis, plain_numbers(analysis))
 

@@ -1,0 +1,145 @@
+"""How far the published interval can be trusted, where the true perplexity is known.
+
+Of a language so small that every continuation can be written down, log Z of each prefix is a sum,
+and so is the true perplexity of the joint model. The estimate is then made many times over as a
+user would make it: some documents, n samples a prefix from P_LM, bounds, bootstrap, flags. Counted
+is how often the published interval holds the truth, and how often a flag was raised when not.
+
+Shapes: P prefixes of all documents, K continuations of each, N drawn samples.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+
+from residual_ebm.estimation.bootstrap import perplexity
+from residual_ebm.estimation.flags import flags
+from residual_ebm.estimation.perplexity import (
+    Prefixes,
+    joint_perplexity,
+    summarise_prefix,
+)
+from residual_ebm.randomness import derive_seed, generator
+
+Floats = NDArray[np.float64]
+
+
+@dataclass(frozen=True)
+class ExactPrefix:
+    """A prefix with everything that could follow it."""
+
+    document: int
+    num_tokens: int
+    lm_log_prob: float  # of the real continuation
+    log_weight: float  # of the real continuation
+    lm_log_prob_K: Floats  # of every continuation; their probabilities add up to 1
+    log_weight_K: Floats
+
+    def scaled(self, scale: float) -> "ExactPrefix":
+        """With the energy times a factor: above 1, as if it were too sure of itself."""
+        return ExactPrefix(
+            self.document,
+            self.num_tokens,
+            self.lm_log_prob,
+            scale * self.log_weight,
+            self.lm_log_prob_K,
+            scale * self.log_weight_K,
+        )
+
+    @property
+    def log_partition(self) -> float:
+        return float(np.logaddexp.reduce(self.lm_log_prob_K + self.log_weight_K))
+
+    @property
+    def log_prob(self) -> float:
+        """Of the real continuation under the joint model."""
+        return self.lm_log_prob + self.log_weight - self.log_partition
+
+
+@dataclass(frozen=True)
+class Coverage:
+    """What many estimates with n samples a prefix came to."""
+
+    num_samples: int
+    num_replicates: int
+    covered: float  # share of published intervals that hold the truth
+    lower_bias: float  # mean of log lower perplexity - log true one of the same prefixes
+    upper_bias: float
+    flagged: float  # share of estimates with at least one flag
+    flagged_when_missed: float | None  # of those that miss the truth; None if none does
+    effective_sample_size: float
+    share_past_pareto_k: float
+
+
+def true_perplexity(prefixes: Sequence[ExactPrefix]) -> float:
+    return perplexity(
+        [prefix.log_prob for prefix in prefixes], [prefix.num_tokens for prefix in prefixes]
+    )
+
+
+def coverage(
+    prefixes: Sequence[ExactPrefix],
+    num_samples: int,
+    *,
+    num_documents: int,
+    num_replicates: int,
+    num_resamples: int,
+    seed: int,
+) -> Coverage:
+    """Estimate again and again, each time with other documents and other samples.
+
+    All documents at hand are the population whose perplexity is the truth; a replicate draws
+    `num_documents` of them with replacement.
+    """
+    truth = true_perplexity(prefixes)
+    cdf = [np.exp(prefix.lm_log_prob_K).cumsum() for prefix in prefixes]
+    by_document: dict[int, list[int]] = {}
+    for number, prefix in enumerate(prefixes):
+        by_document.setdefault(prefix.document, []).append(number)
+    documents = list(by_document.values())
+    covered, flagged, rows = [], [], []
+    lower_bias, upper_bias = [], []
+    for replicate in range(num_replicates):
+        draw = generator(seed, "coverage", num_samples, replicate)
+        chosen = [documents[which] for which in draw.integers(0, len(documents), num_documents)]
+        numbers = [number for group in chosen for number in group]
+        drawn = [prefixes[number] for number in numbers]
+        summaries = []
+        for number, prefix in zip(numbers, drawn, strict=True):
+            uniform_N = draw.random(num_samples) * cdf[number][-1]
+            index_N = np.searchsorted(cdf[number], uniform_N, side="right")
+            log_weight_N = torch.from_numpy(prefix.log_weight_K[index_N])
+            summaries.append(summarise_prefix(log_weight_N, prefix.log_weight))
+        known = Prefixes(
+            np.array([prefix.lm_log_prob for prefix in drawn]),
+            np.array([prefix.num_tokens for prefix in drawn]),
+            # A document that was drawn twice is two documents, as it would be of a population.
+            np.repeat(np.arange(num_documents), [len(group) for group in chosen]),
+        )
+        row = joint_perplexity(
+            known,
+            summaries,
+            num_resamples=num_resamples,
+            seed=derive_seed(seed, "coverage_bootstrap", replicate),
+        )
+        rows.append(row)
+        covered.append(row.published.low <= truth <= row.published.high)
+        flagged.append(bool(flags(row, perplexity(known.lm_log_prob_P, known.num_tokens_P))))
+        own_truth = np.log(true_perplexity(drawn))
+        lower_bias.append(np.log(row.lower) - own_truth)
+        upper_bias.append(np.log(row.upper) - own_truth)
+    missed = [flag for flag, hit in zip(flagged, covered, strict=True) if not hit]
+    return Coverage(
+        num_samples,
+        num_replicates,
+        float(np.mean(covered)),
+        float(np.mean(lower_bias)),
+        float(np.mean(upper_bias)),
+        float(np.mean(flagged)),
+        float(np.mean(missed)) if missed else None,
+        float(np.mean([row.effective_sample_size for row in rows])),
+        float(np.mean([row.share_past_pareto_k for row in rows])),
+    )

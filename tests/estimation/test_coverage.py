@@ -1,0 +1,71 @@
+"""Coverage of published intervals: on languages where it can be told beforehand."""
+
+import math
+
+import numpy as np
+import pytest
+
+from residual_ebm.estimation.coverage import ExactPrefix, coverage, true_perplexity
+
+OPTIONS = {"num_documents": 20, "num_replicates": 60, "num_resamples": 200, "seed": 0}
+
+
+def prefix(document: int, probability_K: list[float], log_weight_K: list[float]) -> ExactPrefix:
+    """The first continuation is the real one."""
+    log_prob_K = np.log(np.array(probability_K))
+    weight_K = np.array(log_weight_K, dtype=np.float64)
+    return ExactPrefix(document, 2, float(log_prob_K[0]), weight_K[0], log_prob_K, weight_K)
+
+
+def test_the_truth_by_hand() -> None:
+    """Z = 0.5 x 2 + 0.5 x 1 = 1.5, so P = 0.5 x 2 / 1.5 = 2/3 of two tokens; 1/4 of the other."""
+    one = prefix(0, [0.5, 0.5], [math.log(2), 0.0])
+    other = prefix(1, [0.25, 0.75], [0.0, 0.0])
+    assert one.log_partition == pytest.approx(math.log(1.5))
+    assert one.log_prob == pytest.approx(math.log(2 / 3))
+    assert true_perplexity([one, other]) == pytest.approx((3 / 2 * 4) ** (1 / 4))
+    # Twice the energy: weights 4 and 1, Z = 2.5.
+    assert one.scaled(2).log_prob == pytest.approx(math.log(2 / 2.5))
+
+
+def light(num_prefixes: int) -> list[ExactPrefix]:
+    draw = np.random.default_rng(0)
+    found = []
+    for number in range(num_prefixes):
+        probability_K = draw.dirichlet(np.ones(30))
+        found.append(prefix(number, list(probability_K), list(draw.normal(0, 0.5, 30))))
+    return found
+
+
+def test_light_weights_are_covered_and_not_flagged_away() -> None:
+    found = coverage(light(200), 256, **OPTIONS)
+    assert found.covered > 0.85
+    assert abs(found.lower_bias) < 0.01
+    assert abs(found.upper_bias) < 0.01
+    assert found.effective_sample_size > 100
+
+
+def test_heavy_weights_are_missed_and_flagged() -> None:
+    """A continuation of one in ten thousand holds nearly all of Z: samples do not see it."""
+    rare = [
+        prefix(number, [0.5, 0.4999, 0.0001], [0.0, 0.0, 14.0 + number / 100])
+        for number in range(100)
+    ]
+    found = coverage(rare, 32, **OPTIONS)
+    assert found.covered < 0.5
+    assert found.lower_bias < -1  # a perplexity far too low
+    assert found.flagged_when_missed is not None
+
+
+def test_the_bias_shrinks_as_samples_grow() -> None:
+    prefixes = [one.scaled(4) for one in light(100)]
+    few, many = (coverage(prefixes, count, **OPTIONS) for count in (8, 512))
+    assert few.lower_bias < many.lower_bias <= 0.005
+    assert abs(many.upper_bias) < abs(few.upper_bias)
+
+
+def test_it_is_a_function_of_its_seed() -> None:
+    prefixes = light(30)
+    one, again = (coverage(prefixes, 16, **OPTIONS) for _ in range(2))
+    assert one == again
+    assert coverage(prefixes, 16, **{**OPTIONS, "seed": 1}) != one

@@ -1,0 +1,86 @@
+"""Exact perplexities of a run's joint model, and the calibration made with them."""
+
+import json
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+
+from residual_ebm.errors import UserError
+from residual_ebm.files.grammar import build_grammar
+from residual_ebm.files.run_directory import RunDirectory, open_run
+from residual_ebm.models.joint import JointModel
+from residual_ebm.progress import QUIET
+from residual_ebm.recipe_file import load_recipe
+from residual_ebm.stages import calibrate
+from residual_ebm.stages.pipeline import run_all
+from residual_ebm.stages.proposals import evaluation_prefixes
+
+SMALL = [
+    "corpus.num_generated=400",
+    "block={prefix_length: 6, length: 8, continuation: fixed}",
+    "language_models.base.training.steps=20",
+    "language_models.base.training.validate_every=20",
+    "energies.heat.training.steps=20",
+    "energies.heat.training.validate_every=20",
+    "negatives.num_prefixes=100",
+    "negatives.num_validation_prefixes=20",
+    "proposals.num_validation_prefixes=8",
+    "proposals.num_test_prefixes=10",
+    "proposals.num_samples=16",
+    "evaluation.calibration={num_samples: [8, 64], scales: [1.0, 3.0], num_documents: 4,"
+    " num_replicates: 5, bootstrap_resamples: 20}",
+]
+
+
+@pytest.fixture(scope="module")
+def run(tmp_path_factory: pytest.TempPathFactory) -> RunDirectory:
+    recipe = load_recipe("calibration", SMALL)
+    with open_run(tmp_path_factory.mktemp("calibration") / "run", recipe) as run_dir:
+        run_all(recipe, run_dir)
+    return run_dir
+
+
+def test_rows_of_the_calibration(run: RunDirectory) -> None:
+    found = json.loads(run.analysis.read_text())["calibration"]
+    assert [(row["scale"], row["num_samples"]) for row in found["rows"]] == [
+        (1.0, 8),
+        (1.0, 64),
+        (3.0, 8),
+        (3.0, 64),
+    ]
+    vocabulary = len(build_grammar("brackets").words) + 3  # unknown, mask and end-of-text
+    assert found["num_continuations"] == vocabulary**2
+    assert found["num_prefixes"] == 10
+    for row in found["rows"]:
+        assert 0 <= row["covered"] <= 1
+        assert row["num_replicates"] == 5
+
+
+def test_log_z_is_the_sum_over_all_continuations(run: RunDirectory) -> None:
+    """Against many samples, which see all of them."""
+    recipe = run.recipe()
+    prefixes = calibrate._exact_prefixes(recipe, run, "heat", QUIET)
+    joint = JointModel.from_pretrained(run.path, "heat")
+    blocks, block_P = evaluation_prefixes(recipe, run, "test")
+    for number in (0, 7):
+        exact = prefixes[number]
+        assert np.exp(exact.lm_log_prob_K).sum() == pytest.approx(1, abs=1e-4)
+        ids_T = torch.from_numpy(blocks.ids_BT[block_P[number]])
+        scored = joint.propose(ids_T[:6], 4000, seed=1)
+        spread = float(scored.log_weight_N.exp().std()) / np.exp(exact.log_partition)
+        assert float(scored.log_partition().lower) == pytest.approx(
+            exact.log_partition, abs=4 * spread / 4000**0.5 + 1e-4
+        )
+        log_prob, energy = joint.score(blocks.select(block_P[[number]]))
+        assert exact.lm_log_prob == pytest.approx(log_prob[0], abs=1e-4)
+        assert exact.log_weight == pytest.approx(-energy[0], abs=1e-4)
+
+
+def test_a_language_that_cannot_be_enumerated(tiny_copy: Path) -> None:
+    run_dir = RunDirectory(tiny_copy)
+    config = load_recipe("calibration").evaluation.calibration
+    assert config is not None
+    with pytest.raises(UserError, match=r"evaluation\.calibration = \d+\^16 continuations"):
+        calibrate.calibrate(run_dir.recipe(), run_dir, "heat", config, QUIET)
