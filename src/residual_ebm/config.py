@@ -262,10 +262,18 @@ class NegativesConfig(SamplingConfig):
     samples_per_prefix: Count
 
 
+class DeepConfig(Section):
+    """The first few test prefixes with many more samples: to see where the bounds go."""
+
+    num_prefixes: Count
+    num_samples: Annotated[int, Field(ge=8)]
+
+
 class ProposalsConfig(SamplingConfig):
     num_validation_prefixes: Count
     num_test_prefixes: Count
     num_samples: Annotated[int, Field(ge=8)]  # n/4 must leave two for the leave-one-out estimate
+    deep: DeepConfig | None = None
 
 
 class PerStepConfig(Section):

@@ -144,6 +144,19 @@ def test_detector(tiny_run: Path, analysis: dict[str, Any], energy: str) -> None
     assert area == pytest.approx(detector["auc"], abs=0.02)
 
 
+@pytest.mark.parametrize("energy", ENERGIES)
+def test_weights(tiny_run: Path, analysis: dict[str, Any], energy: str) -> None:
+    folder = RunDirectory(tiny_run).log_weights(energy, "test")
+    found = analysis["energies"][energy]["weights"]
+    ratio_PN = np.array([np.exp(values) for _, values in read_log_weights(folder)])
+    ratio_PN /= ratio_PN.mean(axis=1, keepdims=True)
+    (median,) = [row["log_weight"] for row in found["quantiles"] if row["share"] == 0.5]
+    assert median == pytest.approx(np.log(np.quantile(ratio_PN, 0.5)), abs=1e-2)
+    sorted_PN = np.sort(ratio_PN, axis=1) / 32
+    assert found["mass"]["upper_half"] == pytest.approx(sorted_PN[:, 16:].sum(1).mean())
+    assert found["mass"]["lowest_tenth"] == pytest.approx(sorted_PN[:, :3].sum(1).mean())
+
+
 def test_new_results_have_their_analysis_made_anew(tiny_copy: Path) -> None:
     run_dir = RunDirectory(tiny_copy)
     recipe = run_dir.recipe()

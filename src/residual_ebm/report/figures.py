@@ -39,7 +39,7 @@ def run_figures(results: dict[str, Any], analysis: dict[str, Any] | None) -> lis
     if analysis and analysis["energies"]:
         of = Made(results, analysis)
         figures += [
-            of.bounds(),
+            *of.bounds(),
             *of.repetition(),
             of.density("base"),
             of.density("joint"),
@@ -67,34 +67,39 @@ class Made:
             f" a prefix, seed {analysis['seed']}."
         )
 
-    def bounds(self) -> RunFigure:
-        base_names = dict.fromkeys(entry["language_model"] for entry in self._energies.values())
+    def bounds(self) -> Iterator[RunFigure]:
         exact = {row["name"]: row["test"]["value"] for row in self._results["language_models"]}
-
-        def draw(axes: Axes) -> None:
-            for colour, (name, entry) in zip(_colours(), self._energies.items(), strict=False):
-                counts = [row["num_samples"] for row in entry["bounds"]]
-                lower = [row["lower"] for row in entry["bounds"]]
-                upper = [row["upper"] for row in entry["bounds"]]
-                axes.fill_between(counts, lower, upper, color=colour, alpha=0.25, linewidth=0)
-                axes.plot(counts, upper, color=colour, label=f"joint {name}")
-                axes.plot(counts, lower, color=colour, linewidth=0.8)
-            for name in base_names:
-                axes.axhline(exact[name], color=REAL, linestyle="--", linewidth=1, label=name)
-            axes.set_xscale("log", base=2)
-            axes.xaxis.set_major_formatter(ScalarFormatter())
-            axes.set_xlabel("samples a prefix")
-            axes.set_ylabel("perplexity")
-            axes.legend()
-
-        return RunFigure(
+        bases = {entry["language_model"] for entry in self._energies.values()}
+        yield RunFigure(
             "bounds",
             "Does the number of samples suffice?",
             "Lower and upper bound of the joint perplexity from fewer samples, on disjoint subsets"
             " of the same ones. A band that has met and lies flat no longer depends on n; one that"
             f" still rises flatters. {self._made_of}",
-            draw,
+            functools.partial(
+                _draw_bounds,
+                bounds={name: entry["bounds"] for name, entry in self._energies.items()},
+                bases={name: value for name, value in exact.items() if name in bases},
+            ),
         )
+        deep = {name: entry["deep"] for name, entry in self._energies.items() if entry.get("deep")}
+        if deep:
+            first = next(iter(deep.values()))
+            yield RunFigure(
+                "bounds-deep",
+                "Where do the bounds go with many more samples?",
+                f"The same for the first {first['num_prefixes']} of these prefixes, with up to"
+                f" n = {first['bounds'][-1]['num_samples']} proposals a prefix, seed"
+                f" {self._analysis['seed']}.",
+                functools.partial(
+                    _draw_bounds,
+                    bounds={name: entry["bounds"] for name, entry in deep.items()},
+                    bases={
+                        self._energies[name]["language_model"]: entry["base"]
+                        for name, entry in deep.items()
+                    },
+                ),
+            )
 
     def repetition(self) -> Iterator[RunFigure]:
         rows = self._energies[self._best]["repetition"]
@@ -204,6 +209,25 @@ class Made:
             f" proposals; even (the dotted line): the energy cannot tell. {self._made_of}",
             draw,
         )
+
+
+def _draw_bounds(
+    axes: Axes, bounds: dict[str, list[dict[str, float]]], bases: dict[str, float]
+) -> None:
+    for colour, (name, rows) in zip(_colours(), bounds.items(), strict=False):
+        counts = [row["num_samples"] for row in rows]
+        lower = [row["lower"] for row in rows]
+        upper = [row["upper"] for row in rows]
+        axes.fill_between(counts, lower, upper, color=colour, alpha=0.25, linewidth=0)
+        axes.plot(counts, upper, color=colour, label=f"joint {name}")
+        axes.plot(counts, lower, color=colour, linewidth=0.8)
+    for name, value in bases.items():
+        axes.axhline(value, color=REAL, linestyle="--", linewidth=1, label=name)
+    axes.set_xscale("log", base=2)
+    axes.xaxis.set_major_formatter(ScalarFormatter())
+    axes.set_xlabel("samples a prefix")
+    axes.set_ylabel("perplexity")
+    axes.legend()
 
 
 def _per_step(steps: dict[str, Any], seed: int) -> RunFigure:

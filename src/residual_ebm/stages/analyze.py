@@ -32,7 +32,7 @@ from residual_ebm.randomness import derive_seed, uniform
 from residual_ebm.stages.calibrate import calibrate
 from residual_ebm.stages.evaluate import plain_numbers, read_scored, resampling
 from residual_ebm.stages.gap import by_gap, passage_gaps, passages_of
-from residual_ebm.stages.proposals import evaluation_prefixes
+from residual_ebm.stages.proposals import DEEP, evaluation_prefixes
 from residual_ebm.stages.step_analysis import analyse_steps
 
 SENTENCE = "Analysing: number of samples, repetition, densities, the energy as a detector"
@@ -40,6 +40,7 @@ _FEWEST_SAMPLES = 8
 _NGRAM_ORDERS = (2, 3, 4)
 _DETECTED_SAMPLES = 200  # proposals of a prefix that the detector is tried on
 _PASSAGES = 3
+_QUANTILES = (0.01, 0.05, 0.25, 0.5, 0.75, 0.95, 0.99)
 _CURVE_POINTS = 101  # of a ROC curve, as it is kept
 
 
@@ -82,9 +83,11 @@ def _of_energy(recipe: Recipe, run_dir: RunDirectory, energy: str) -> dict[str, 
     return {
         "language_model": recipe.corrected_by(energy),
         "bounds": _bounds_by_samples(real, log_weights),
+        "deep": _deep(recipe, run_dir, energy),
         "repetition": _repetition(recipe, run_dir, drawn),
         "density": _densities(recipe, real, drawn),
         "detector": _detector(real, log_weights),
+        "weights": _weights(log_weights),
         "passages": _passages(recipe, run_dir, real, log_weights),
     }
 
@@ -159,6 +162,42 @@ def _bounds_by_samples(
             row[side] = perplexity(log_prob_P, real.num_tokens_P)
         rows.append(row)
     return rows
+
+
+def _deep(recipe: Recipe, run_dir: RunDirectory, energy: str) -> dict[str, Any] | None:
+    """The same of the few prefixes that have many more samples."""
+    if recipe.proposals.deep is None:
+        return None
+    real, log_weights = read_scored(run_dir, energy, DEEP)
+    return {
+        "num_prefixes": len(log_weights),
+        "base": perplexity(real.lm_log_prob_P, real.num_tokens_P),
+        "bounds": _bounds_by_samples(real, log_weights),
+    }
+
+
+def _weights(log_weights: list[np.ndarray]) -> dict[str, Any]:
+    """How samples of P_LM are re-weighted, as log(w / Z): are a few promoted, or the worst demoted?
+
+    `mass` is the joint model's share that goes to the upper half of a prefix's samples by weight,
+    and to the lowest tenth.
+    """
+    normalised, halves, tenths = [], [], []
+    for log_weight_N in log_weights:
+        total = np.logaddexp.reduce(log_weight_N)
+        share_N = np.sort(np.exp(log_weight_N - total))
+        count = len(share_N)
+        halves.append(share_N[count // 2 :].sum())
+        tenths.append(share_N[: max(1, count // 10)].sum())
+        normalised.append(log_weight_N - total + np.log(count))
+    values = np.quantile(np.concatenate(normalised), _QUANTILES)
+    return {
+        "quantiles": [
+            {"share": share, "log_weight": value}
+            for share, value in zip(_QUANTILES, values, strict=True)
+        ],
+        "mass": {"upper_half": np.mean(halves), "lowest_tenth": np.mean(tenths)},
+    }
 
 
 def _repetition(recipe: Recipe, run_dir: RunDirectory, drawn: _Drawn) -> list[dict[str, Any]]:

@@ -38,7 +38,7 @@ from residual_ebm.models.language_model import LanguageModel
 from residual_ebm.progress import QUIET, Progress
 from residual_ebm.randomness import derive_seed
 from residual_ebm.stages.examples import choose_examples
-from residual_ebm.stages.proposals import SPLITS, evaluation_prefixes
+from residual_ebm.stages.proposals import SPLITS, evaluation_prefixes, sampled_splits
 from residual_ebm.stages.score_proposals import real_log_prob, score_proposals
 from residual_ebm.stages.sum_energies import add_log_weights
 
@@ -73,7 +73,8 @@ def run(recipe: Recipe, run_dir: RunDirectory, progress: Progress = QUIET) -> No
         "block_length": recipe.block.length,
         "num_samples": recipe.proposals.num_samples,
         "num_prefixes": {
-            split: len(evaluation_prefixes(recipe, run_dir, split)[1]) for split in SPLITS
+            split: len(evaluation_prefixes(recipe, run_dir, split)[1])
+            for split in sampled_splits(recipe)
         },
         "pretrained": _pretrained(recipe),
         "language_models": language_models,
@@ -146,7 +147,8 @@ def _energy_rows(
         run_dir.language_model(name), precision=recipe.precision, device=recipe.device
     )
     energy = load_energy(run_dir.energy(config.name), language_model, precision=recipe.precision)
-    for split in SPLITS:
+    splits = sampled_splits(recipe)
+    for split in splits:
         if isinstance(config, SumConfig):
             assert isinstance(energy, EnergySum)
             add_log_weights(config, run_dir, split, energy)
@@ -168,7 +170,7 @@ def _energy_rows(
             "parameters": parameters[name] + energy.num_parameters,
             "energy_parameters": energy.num_parameters,
             "training": training,
-            **{split: _joint_row(recipe, run_dir, config.name, split, scale) for split in SPLITS},
+            **{split: _joint_row(recipe, run_dir, config.name, split, scale) for split in splits},
         }
         for scaled, scale in scales.items()
     ]

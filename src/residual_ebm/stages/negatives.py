@@ -35,7 +35,7 @@ def run(recipe: Recipe, run_dir: RunDirectory, progress: Progress = QUIET) -> No
         sentence=SENTENCE,
         splits=SPLITS,
         prefixes=functools.partial(training_prefixes, recipe, run_dir, progress=progress),
-        num_samples=recipe.negatives.samples_per_prefix,
+        num_samples=lambda _split: recipe.negatives.samples_per_prefix,
         sampling=recipe.negatives,
         folder=run_dir.negatives,
         states=functools.partial(_states, recipe, run_dir),

@@ -59,10 +59,10 @@ def progress_of(recipe: Recipe, run_dir: RunDirectory) -> list[dict[str, str]]:
     for energy in recipe.corrections:
         folders.append((f"energy {energy.name}", run_dir.energy(energy.name)))
     for name in recipe.sampled_language_models:
-        for split in proposals.SPLITS:
+        for split in proposals.sampled_splits(recipe):
             folders.append((f"proposals of {name}, {split}", run_dir.proposals(name, split)))
     for energy in recipe.corrections:
-        for split in proposals.SPLITS:
+        for split in proposals.sampled_splits(recipe):
             folders.append(
                 (f"log-weights of {energy.name}, {split}", run_dir.log_weights(energy.name, split))
             )

@@ -225,6 +225,9 @@ class _Planner:
                 proposals.num_samples,
             ),
         }
+        if proposals.deep is not None:
+            deep = proposals.deep
+            prefixes["deep proposals"] = (deep.num_prefixes, deep.num_samples)
         read_by_heat = {
             recipe.language_model_of(config) for config in recipe.energies if config.kind == "heat"
         }
@@ -241,6 +244,9 @@ class _Planner:
         proposals = self._recipe.proposals
         prefixes = proposals.num_validation_prefixes + proposals.num_test_prefixes
         blocks = prefixes * proposals.num_samples
+        if proposals.deep is not None:
+            prefixes += proposals.deep.num_prefixes
+            blocks += proposals.deep.num_prefixes * proposals.deep.num_samples
         return [
             self._work(
                 f"energies of {config.name}",

@@ -19,6 +19,16 @@ from residual_ebm.stages.sampling import Drawing, draw_missing, note_missing_pre
 
 SENTENCE = "Drawing proposals from {name}: what Z is estimated with and samples are chosen from"
 SPLITS = ("validation", "test")
+DEEP = "deep"  # the first of the test prefixes, with many more samples
+
+
+def sampled_splits(recipe: Recipe) -> tuple[str, ...]:
+    return SPLITS if recipe.proposals.deep is None else (*SPLITS, DEEP)
+
+
+def samples_per_prefix(recipe: Recipe, split: str) -> int:
+    deep = recipe.proposals.deep
+    return deep.num_samples if split == DEEP and deep else recipe.proposals.num_samples
 
 
 def evaluation_prefixes(
@@ -26,6 +36,10 @@ def evaluation_prefixes(
 ) -> tuple[Blocks, np.ndarray]:
     """The blocks of a split and the numbers of those evaluated: the same for every model."""
     config = recipe.proposals
+    if split == DEEP:
+        assert config.deep is not None
+        blocks, block_P = evaluation_prefixes(recipe, run_dir, "test")
+        return blocks, block_P[: config.deep.num_prefixes]
     count = {
         "validation": config.num_validation_prefixes,
         "test": config.num_test_prefixes,
@@ -40,9 +54,9 @@ def run(recipe: Recipe, run_dir: RunDirectory, progress: Progress = QUIET) -> No
     drawing = Drawing(
         purpose="proposals",
         sentence=SENTENCE,
-        splits=SPLITS,
+        splits=sampled_splits(recipe),
         prefixes=functools.partial(evaluation_prefixes, recipe, run_dir, progress=progress),
-        num_samples=recipe.proposals.num_samples,
+        num_samples=functools.partial(samples_per_prefix, recipe),
         sampling=recipe.proposals,
         folder=run_dir.proposals,
         heads=functools.partial(_heads, recipe, run_dir),

@@ -42,7 +42,7 @@ class Drawing:
     sentence: str
     splits: Sequence[str]
     prefixes: Callable[[str], tuple[Blocks, np.ndarray]]  # blocks of a split, and those chosen
-    num_samples: int
+    num_samples: Callable[[str], int]  # of each prefix of a split
     sampling: SamplingConfig
     folder: Callable[[str, str], Path]  # of a language model and a split
     # Energies of a language model that read its states as it draws, and where their log-weights go.
@@ -80,7 +80,7 @@ def draw_missing(
                 language_model,
                 blocks,
                 block_P,
-                drawing.num_samples,
+                drawing.num_samples(split),
                 block=recipe.block,
                 sampling=drawing.sampling,
                 folder=drawing.folder(name, split),

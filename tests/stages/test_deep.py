@@ -1,0 +1,62 @@
+"""A few test prefixes with many more samples: drawn, scored by every energy, shown by n."""
+
+import json
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from residual_ebm.files.log_weights import REAL, read_log_weights, read_real
+from residual_ebm.files.run_directory import RECIPE, RunDirectory
+from residual_ebm.recipe_file import load_recipe
+from residual_ebm.report.page import read_run
+from residual_ebm.stages import analyze, evaluate, proposals
+from residual_ebm.stages.pipeline import progress_of
+
+
+@pytest.fixture
+def deep(tiny_copy: Path) -> RunDirectory:
+    changes = ["proposals.deep={num_prefixes: 2, num_samples: 256}"]
+    recipe = load_recipe(str(tiny_copy / RECIPE), changes)
+    (tiny_copy / RECIPE).write_text(recipe.to_yaml(), encoding="utf-8")
+    run_dir = RunDirectory(tiny_copy)
+    run_dir.results.unlink()
+    for stage in (proposals, evaluate, analyze):
+        stage.run(recipe, run_dir)
+    return run_dir
+
+
+def test_deep_samples_are_of_the_first_test_prefixes(deep: RunDirectory) -> None:
+    for energy in ("unit", "bit", "heat"):
+        test, more = (
+            read_real(deep.log_weights(energy, split) / REAL) for split in ("test", "deep")
+        )
+        assert more.block_P.tolist() == test.block_P[:2].tolist()
+        np.testing.assert_allclose(more.lm_log_prob_P, test.lm_log_prob_P[:2], atol=1e-4)
+        drawn = dict(read_log_weights(deep.log_weights(energy, "deep")))
+        assert [len(drawn[prefix]) for prefix in (0, 1)] == [256, 256]
+    states = {entry["what"]: entry["state"] for entry in progress_of(deep.recipe(), deep)}
+    assert states["proposals of base, deep"] == states["log-weights of bit, deep"] == "done"
+
+
+def test_they_are_drawn_anew(deep: RunDirectory) -> None:
+    test, more = (
+        dict(read_log_weights(deep.log_weights("heat", split))) for split in ("test", "deep")
+    )
+    for prefix in (0, 1):
+        assert not np.isin(test[prefix], more[prefix]).all()
+
+
+def test_results_analysis_and_figure(deep: RunDirectory) -> None:
+    results = deep.read_results()
+    assert results["num_prefixes"]["deep"] == 2
+    for row in results["joint_models"]:
+        assert row["deep"]["bounds_at"][-1]["num_samples"] == 256
+    found = json.loads(deep.analysis.read_text())["energies"]["heat"]["deep"]
+    assert [row["num_samples"] for row in found["bounds"]] == [8, 16, 32, 64, 128, 256]
+    (row,) = [
+        row for row in results["joint_models"] if row["energy"] == "heat" and not row["scaled"]
+    ]
+    assert found["bounds"][-1]["upper"] == pytest.approx(row["deep"]["upper"])
+    names = [figure.name for figure in read_run(deep.path).figures]
+    assert names[:2] == ["bounds", "bounds-deep"]
