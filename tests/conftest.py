@@ -67,12 +67,14 @@ def tiny_run(tmp_path_factory: pytest.TempPathFactory, tiny_overrides: list[str]
     """A finished run of the shrunk `tiny` recipe; to be read, and copied by tests that alter it."""
     from residual_ebm.files.run_directory import open_run
     from residual_ebm.recipe_file import load_recipe
+    from residual_ebm.report.report_files import write_report
     from residual_ebm.stages.pipeline import run_all
 
     folder = tmp_path_factory.mktemp("tiny") / "run"
     recipe = load_recipe("tiny", tiny_overrides)
     with open_run(folder, recipe) as run_dir:
         run_all(recipe, run_dir)
+    write_report([folder], None, "html", None)
     return folder
 
 

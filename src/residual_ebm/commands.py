@@ -115,8 +115,15 @@ def run(recipe: str, overrides: list[str], out: Path | None, dry_run: bool) -> O
         )
     with open_run(folder, loaded) as run_dir:
         data = run_all(loaded, run_dir, progress)
-    (page,) = _write_report([folder])
+        page = folder / "report.html"
+        made_of = (run_dir.results, run_dir.analysis)
+        if not page.exists() or any(_is_newer(path, page) for path in made_of):
+            _write_report([folder], page)
     return Output(data, lambda: _show_results(data, folder, page))
+
+
+def _is_newer(path: Path, other: Path) -> bool:
+    return path.stat().st_mtime_ns > other.stat().st_mtime_ns
 
 
 def _write_report(
