@@ -24,7 +24,8 @@ from residual_ebm.stages import negatives, prepare
 Rebm = Callable[..., tuple[int, str, str]]
 
 # Written anew by every call, or growing by nature.
-_NOT_RESULTS = {".lock", "timings.json", "report.html"}  # the report shows the timings
+# The report shows the timings.
+_NOT_RESULTS = {".lock", "timings.json", "metrics.jsonl", "report.html"}
 _PROMPT = "the small queen sees a book"
 
 
