@@ -140,18 +140,15 @@ def score(
 
 def gap(run: Path, energy: str | None, num_passages: int) -> Output:
     from residual_ebm.files.run_directory import RunDirectory
-    from residual_ebm.report.rows import one_line
+    from residual_ebm.report.rows import gap_text, one_line
     from residual_ebm.stages.gap import gap_report
 
     if num_passages < 0:
         raise UserError("num_passages", num_passages, "ask for 0 or more")
     data = gap_report(RunDirectory(run), energy, num_passages)
-    interval = data["interval"]
-    shown = "?" if interval["low"] is None else f"{interval['low']:.3f} to {interval['high']:.3f}"
     lines = [
-        f"{data['language_model']} is at least {data['gap']:.3f} nats a passage away from the test"
-        f" text (95 % interval {shown}), by the energy {data['energy']}.",
-        "KL(data || P_LM) >= E_data[-E] - log Z; upper estimate of log Z, n ="
+        gap_text(data["language_model"], data["energy"], data["gap"], data["interval"]),
+        "E_data[-E] - log Z with the upper estimate of log Z, n ="
         f" {data['num_samples']}, {data['num_prefixes']} passages.",
         *(f"  flag: {flag}" for flag in data["flags"]),
     ]

@@ -56,9 +56,9 @@ def page(tiny_run: Path, tmp_path: Path) -> Path:
 def test_sections_and_console(page: Path) -> None:
     seen, console = load(page)
     assert console == ""
-    for section in SECTIONS:
+    for section in (*SECTIONS, "repeats"):
         assert f'id="run-1-{section}"' in seen
-    assert seen.count("<svg") == 10
+    assert seen.count("<svg") == 11
     assert "<script" not in seen
     assert ATTACK.split()[0].replace("<", "&lt;").replace(">", "&gt;") in seen
 

@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 
 from residual_ebm.report.figures import run_figures
+from residual_ebm.report.markdown import markdown_report
 from residual_ebm.report.page import Run, html_report, read_run
 from residual_ebm.report.rows import table_rows
 from residual_ebm.report.story import Piece, compare_texts, verdict
@@ -124,6 +125,24 @@ def attacked(run: Run) -> Run:
         row["language_model"] = ATTACK
     for entry in analysis["energies"].values():
         entry["language_model"] = ATTACK
+    likely = [{"token": ATTACK, "probability": 0.75}, {"token": " x", "probability": 0.25}]
+    analysis["per_step"] = {
+        "energy": ATTACK,
+        "num_prefixes": 1,
+        "num_samples": 4,
+        "positions": [{"position": 1, "base": 4.0, "lower": 2.0, "upper": 3.0}],
+        "last_step": None,
+        "repeats": [
+            {
+                "context": ATTACK,
+                "repeated": ATTACK,
+                "base": 0.75,
+                "joint": 0.75,
+                "best_base": likely,
+                "best_joint": likely,
+            }
+        ],
+    }
     return Run(ATTACK, results, analysis, {ATTACK: 1.0})
 
 
@@ -133,6 +152,14 @@ def test_markup_in_text_stays_text(run: Run) -> None:
     assert "script" not in page.tags
     assert page.text.count("<script>alert(1)</script>") > 20
     assert "49" not in re.findall(r"starred\* `code` (\d+)", page.text)
+
+
+def test_markup_in_text_stays_text_in_markdown(run: Run) -> None:
+    text = markdown_report([attacked(run)], {ATTACK: Path("figures")})
+    assert re.findall(r"<[^>]*>", text) == ["<code>", "</code>"] * 5
+    assert "\n## Where the language model repeats itself\n" in text
+    assert "</code> 0.75, <code> x</code> 0.25" in text
+    assert re.findall(r"(?<!\\)[`{}]", text) == []
 
 
 def test_several_runs_side_by_side(run: Run) -> None:

@@ -4,7 +4,7 @@ import re
 from pathlib import Path
 from typing import Any
 
-from residual_ebm.report.page import Run, gap_of, made_text, time_text
+from residual_ebm.report.page import Run, gap_of, made_text, repeats_of, time_text
 from residual_ebm.report.rows import (
     HEADINGS,
     caption_text,
@@ -66,7 +66,7 @@ def _section(run: Run, figures: Path) -> list[str]:
             for passage in group["passages"]:
                 text = f"{plain(passage['prefix'])} **{plain(passage['continuation'])}**"
                 lines += ["", f"> {text} ({plain(passage['gap'])})"]
-    return [*lines, *_examples(results), *_made(run)]
+    return [*lines, *_examples(results), *_repeats(run), *_made(run)]
 
 
 def _examples(results: dict[str, Any]) -> list[str]:
@@ -81,9 +81,25 @@ def _examples(results: dict[str, Any]) -> list[str]:
     return lines
 
 
+def _repeats(run: Run) -> list[str]:
+    repeats = repeats_of(run)
+    lines = ["", "## Where the language model repeats itself"] if repeats else []
+    for repeat in repeats:
+        lines += ["", f"> {plain(repeat['context'])} (repeated: {_code(repeat['repeated'])})", ""]
+        for label, tokens in repeat["columns"]:
+            shown = ", ".join(f"{_code(token)} {probability}" for token, probability in tokens)
+            lines.append(f"- {label}: {shown}")
+    return lines
+
+
 def _made(run: Run) -> list[str]:
     times = ", ".join(f"{stage} {time_text(seconds)}" for stage, seconds in run.timings.items())
     return ["", "## How it was made", "", f"{plain(made_text(run.results))} {plain(times)}.", ""]
+
+
+def _code(token: str) -> str:
+    """A token with its blanks seen."""
+    return f"<code>{plain(token)}</code>"
 
 
 def plain(text: str) -> str:

@@ -19,9 +19,12 @@ from residual_ebm.report.charts import INK, image_of
 from residual_ebm.report.figures import RunFigure, run_figures
 from residual_ebm.report.rows import (
     HEADINGS,
+    base_perplexity,
+    best_row,
     bounds_text,
     caption_text,
     estimate_text,
+    gap_text,
     notes,
     number_text,
     one_line,
@@ -128,16 +131,15 @@ def _view(run: Run, identity: str) -> dict[str, Any]:
 
 
 def _summary(results: dict[str, Any]) -> list[str]:
-    plain = {row["energy"]: row for row in results["joint_models"] if not row["scaled"]}
-    exact = {row["name"]: row["test"]["value"] for row in results["language_models"]}
-    if not plain:
-        name, value = next(iter(exact.items()))
-        return [results["corpus"], "", f"{name} {number_text(value)}", "", "", ""]
-    row = plain[results["best_energy"]]
+    row = best_row(results)
+    if row is None:
+        first = results["language_models"][0]
+        shown = f"{first['name']} {number_text(first['test']['value'])}"
+        return [results["corpus"], "", shown, "", "", ""]
     return [
         results["corpus"],
         row["energy"],
-        f"{row['language_model']} {number_text(exact[row['language_model']])}",
+        f"{row['language_model']} {number_text(base_perplexity(results, row))}",
         bounds_text(row["test"]),
         signed_text(row["test"]["difference_from_base"]),
         str(len(row["test"]["flags"]) or "-"),
@@ -152,18 +154,11 @@ def _inline(svg: bytes) -> str:
 
 def gap_of(run: Run) -> dict[str, Any] | None:
     """How far the language model is from the text, and the passages that show it."""
-    best = run.results["best_energy"]
-    if best is None:
+    row = best_row(run.results)
+    if row is None:
         return None
-    (row,) = [
-        row for row in run.results["joint_models"] if row["energy"] == best and not row["scaled"]
-    ]
-    test, interval = row["test"], row["test"]["gap_interval"]
-    shown = "?" if interval["low"] is None else f"{interval['low']:.3f} to {interval['high']:.3f}"
-    sentence = (
-        f"{row['language_model']} is at least {test['gap']:.3f} nats a passage away from the test"
-        f" text (95 % {shown}): a lower bound on KL(data || P_LM), by the energy {best}."
-    )
+    best, test = row["energy"], row["test"]
+    sentence = gap_text(row["language_model"], best, test["gap"], test["gap_interval"])
     titles = {
         "largest_gap": "Passages that the joint model gains most on",
         "smallest_gap": "Passages where the joint model does worst",

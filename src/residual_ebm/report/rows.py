@@ -17,6 +17,7 @@ def table_rows(results: dict[str, Any]) -> list[TableRow]:
         TableRow(_exact_cells(row["name"], count_text(row["parameters"]), row), False)
         for row in results["language_models"]
     ]
+    best = best_row(results)
     for row in results["joint_models"]:
         test = row["test"]
         cells = [
@@ -29,11 +30,38 @@ def table_rows(results: dict[str, Any]) -> list[TableRow]:
             f"{test['effective_sample_size']:.0f}",
             str(len(test["flags"]) or "-"),
         ]
-        is_best = row["energy"] == results["best_energy"] and not row["scaled"]
-        rows.append(TableRow(cells, is_best))
+        rows.append(TableRow(cells, row == best))
     if all(results["floor"].values()):
         rows.append(TableRow(_exact_cells("truth", "", results["floor"]), False))
     return rows
+
+
+def best_row(results: dict[str, Any]) -> dict[str, Any] | None:
+    """The joint model of the energy that was chosen on validation, as trained; None without one."""
+    for row in results["joint_models"]:
+        if row["energy"] == results["best_energy"] and not row["scaled"]:
+            return dict(row)
+    return None
+
+
+def base_perplexity(results: dict[str, Any], row: dict[str, Any]) -> float:
+    """The test perplexity of the language model that a joint model stands on."""
+    (value,) = (
+        one["test"]["value"]
+        for one in results["language_models"]
+        if one["name"] == row["language_model"]
+    )
+    return float(value)
+
+
+def gap_text(
+    language_model: str, energy: str, gap: float, interval: dict[str, float | None]
+) -> str:
+    shown = "?" if interval["low"] is None else f"{interval['low']:.3f} to {interval['high']:.3f}"
+    return (
+        f"{language_model} is at least {gap:.3f} nats a passage away from the test text"
+        f" (95 % interval {shown}), by the energy {energy}: a lower bound on KL(data || P_LM)."
+    )
 
 
 def _exact_cells(name: str, parameters: str, row: dict[str, Any]) -> list[str]:

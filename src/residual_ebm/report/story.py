@@ -3,7 +3,7 @@
 import difflib
 from typing import Any, NamedTuple
 
-from residual_ebm.report.rows import bounds_text, number_text
+from residual_ebm.report.rows import base_perplexity, best_row, bounds_text, number_text
 
 
 class Piece(NamedTuple):
@@ -13,17 +13,16 @@ class Piece(NamedTuple):
 
 def verdict(results: dict[str, Any]) -> str:
     """One sentence that a reader may take home, with every reservation that the numbers have."""
-    rows = {row["energy"]: row for row in results["joint_models"] if not row["scaled"]}
+    row = best_row(results)
     counts = f"{results['num_prefixes']['test']} test prefixes"
-    if not rows:
+    if row is None:
         shown = ", ".join(
             f"{row['name']} {number_text(row['test']['value'])}"
             for row in results["language_models"]
         )
         return f"No energy was trained; perplexity on {counts}: {shown}."
-    row = rows[results["best_energy"]]
     test, name = row["test"], row["language_model"]
-    (base,) = [one["test"]["value"] for one in results["language_models"] if one["name"] == name]
+    base = base_perplexity(results, row)
     difference = test["difference_from_base"]
     what = (
         f"on {counts} the energy {row['energy']} takes {name} from a perplexity of"

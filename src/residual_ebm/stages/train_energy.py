@@ -195,13 +195,13 @@ def train_nce(
         return share * nce_loss(energy_BJ[:, 0], energy_BJ[:, 1:].flatten())
 
     def validate() -> dict[str, float]:
-        parts = []
+        found = []
         every_S = np.arange(validation.num_stored)
         for start in range(0, len(validation), batch_size):
             prefix_B = np.arange(start, min(start + batch_size, len(validation)))
             sample_BS = np.tile(every_S, (len(prefix_B), 1))
-            parts.append(energies[id(validation)](prefix_B, sample_BS))
-        energy_PJ = torch.cat(parts)
+            found.append(energies[id(validation)](prefix_B, sample_BS))
+        energy_PJ = torch.cat(found)
         positive, negative = energy_PJ[:, 0], energy_PJ[:, 1:].flatten()
         return {
             "loss": nce_loss(positive, negative).item(),
