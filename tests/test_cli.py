@@ -1,5 +1,6 @@
 """The commands on a finished run: JSON for programs, numbers for people, nothing done twice."""
 
+import argparse
 import io
 import json
 import re
@@ -18,6 +19,8 @@ from residual_ebm.files.blocks import read_blocks
 from residual_ebm.files.log_weights import REAL, read_real
 from residual_ebm.files.samples import read_rows
 from residual_ebm.recipe_file import load_recipe
+from residual_ebm.report.published import Published
+from residual_ebm.report.rows import gap_text
 from residual_ebm.report.table import print_results
 
 Rebm = Callable[..., tuple[int, str, str]]
@@ -63,10 +66,16 @@ def test_the_version_is_told(rebm: Rebm) -> None:
     assert rebm("--version")[:2] == (0, f"rebm {__version__}\n")
 
 
-@pytest.mark.parametrize(
-    "command",
-    ["", "recipes", "run", *STAGE_HELP, "status", "results", "generate", "score", "gap"],
-)
+def command_names() -> list[str]:
+    (commands,) = (
+        action
+        for action in build_parser()._actions
+        if isinstance(action, argparse._SubParsersAction)
+    )
+    return list(commands.choices)
+
+
+@pytest.mark.parametrize("command", ["", *command_names()])
 def test_every_command_has_help(rebm: Rebm, command: str) -> None:
     code, out, err = rebm(*command.split(), "--help")
     assert code == 0
@@ -75,11 +84,9 @@ def test_every_command_has_help(rebm: Rebm, command: str) -> None:
     assert "--json" in out or not command
 
 
-def test_no_command_is_left_out_above() -> None:
-    known = {"recipes", "run", *STAGE_HELP, "status", "results", "generate", "score", "gap"}
-    commands = re.search(r"{(.*?)}", build_parser().format_usage())
-    if commands:  # listed only where the parser shows its choices
-        assert set(commands[1].split(",")) == known
+def test_commands_that_are_promised() -> None:
+    named = {"recipes", "run", "status", "results", "generate", "score", "gap", "next-token"}
+    assert named | {"report", "assets", "bench"} | set(STAGE_HELP) == set(command_names())
 
 
 # Results ---------------------------------------------------------------------------------------
@@ -164,7 +171,8 @@ def test_the_caption_says_whether_fine_tuning_would_do_as_well(
         for validations, value in (([], 31.0), ([{"step": 80}], 22.5), ([{"step": 40}], 23.25))
     ]
     long = {**results, "recipe": "long", "language_models": adapted}
-    monkeypatch.setattr("residual_ebm.report.table.read_published", {"long": long}.get)
+    published = {"long": Published(long, None)}
+    monkeypatch.setattr("residual_ebm.report.table.read_published", published.get)
     corpus = results["corpus"] if same_text else "another.txt"
     console = Console(width=200, record=True, file=io.StringIO())
     print_results({**results, "reference": "long", "corpus": corpus}, console)
@@ -417,8 +425,23 @@ def test_gap_tells_how_far_and_where(rebm: Rebm, tiny_run: Path, results: dict[s
     assert answer(rebm, "gap", tiny_run, "--num-passages", "0")["passages"] == []
     text = shown(rebm, "gap", tiny_run, "--energy", "unit")
     unit = answer(rebm, "gap", tiny_run, "--energy", "unit")
-    assert f"at least {unit['gap']:.3f} nats a passage" in text
+    assert gap_text(unit["language_model"], "unit", unit["gap"], unit["interval"]) in text
     assert unit["passages"][0]["continuation"] in text
+
+
+def test_next_token_shows_both_models(rebm: Rebm, tiny_run: Path) -> None:
+    prompt = json.loads((tiny_run / "results.json").read_text())["examples"][0]["prefix"]
+    options = ("next-token", tiny_run, "--prompt", prompt, "--num-candidates", "6")
+    found = answer(rebm, *options, "--num-samples", "8", "--num-shown", "4")
+    for model in ("base", "joint"):
+        assert len(found[model]) == 4
+        chances = [one["probability"] for one in found[model]]
+        assert sum(chances) == pytest.approx(1)
+        assert chances == sorted(chances, reverse=True)
+    text = shown(rebm, *options, "--num-samples", "8", "--num-shown", "4")
+    for one in (*found["base"], *found["joint"]):
+        assert f"{one['probability']:.3f} {one['text']!r}" in text
+    assert answer(rebm, *options, "--num-samples", "8", "--num-shown", "4") == found
 
 
 # Continuations that end ------------------------------------------------------------------------

@@ -230,6 +230,10 @@ def test_the_first_difference_names_the_key_and_both_values(
     assert all(word in difference for word in words)
 
 
+def test_a_description_is_no_difference(tiny: Recipe) -> None:
+    assert first_difference(tiny, load_recipe("tiny", ["description=another"])) is None
+
+
 def test_only_corrected_language_models_are_sampled(tiny: Recipe) -> None:
     tree = tiny.model_dump(mode="json")
     tree["language_models"].append({**tree["language_models"][0], "name": "baseline"})

@@ -10,7 +10,7 @@ from residual_ebm.cli import build_parser
 from residual_ebm.command_help import command_help
 from residual_ebm.commands import next_commands
 from residual_ebm.recipe_file import load_recipe, recipe_names
-from residual_ebm.report.published import fine_tuning_curve, read_published
+from residual_ebm.report.published import fine_tuning_curve, published_names, read_published
 
 ROOT = Path(__file__).parents[1]
 PACKAGE = ROOT / "src" / "residual_ebm"
@@ -83,11 +83,11 @@ def test_every_next_command_is_understood(tiny_run: Path) -> None:
 def test_published_results_are_of_the_recipe_they_are_named_after() -> None:
     """And long enough to be quoted: the caption of the quickstart's table is made of them."""
     named = {load_recipe(name).reference for name in recipe_names()} - {None}
-    files = {path.stem for path in (PACKAGE / "published").glob("*.json")}
-    assert files == named
-    for name in files:
-        results, recipe = read_published(name), load_recipe(name)
-        assert results is not None
+    assert named <= set(published_names())
+    for name in published_names():
+        published, recipe = read_published(name), load_recipe(name)
+        assert published is not None
+        results = published.results
         assert (results["recipe"], results["corpus"]) == (name, recipe.corpus.path)
         assert results["num_samples"] == recipe.proposals.num_samples
         assert results["num_prefixes"]["test"] == recipe.proposals.num_test_prefixes

@@ -8,6 +8,8 @@ from typing import Any
 
 import pytest
 
+from residual_ebm.report.paper_figures import paper_figures
+from residual_ebm.report.published import Published
 from residual_ebm.report.results_page import curves, results_page, write_results_page
 
 DOCS = Path(__file__).parent.parent / "docs"
@@ -35,7 +37,7 @@ def test_the_page_in_the_docs_is_made_of_what_is_published(tmp_path: Path) -> No
 
 
 def test_every_row_has_its_numbers(tiny: dict[str, Any]) -> None:
-    page = results_page({"tiny": tiny})
+    page = results_page({"tiny": Published(tiny, None)})
     rows = rows_of(page)
     block = tiny["resolved_recipe"]["block"]
     base = tiny["language_models"][0]
@@ -70,7 +72,7 @@ def test_learning_rates_that_were_tried_are_told(tiny: dict[str, Any]) -> None:
         {"learning_rate": 1e-2, "loss": None},
     ]
     training["learning_rate"] = 1e-3
-    page = results_page({"tiny": tiny})
+    page = results_page({"tiny": Published(tiny, None)})
     assert "0.001 2.500, 0.01 lost; 0.001 was taken." in page
 
 
@@ -84,13 +86,110 @@ def test_curves_are_repeatable_and_name_every_model(tiny: dict[str, Any]) -> Non
 def test_results_of_an_older_version_are_left_out(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, tiny: dict[str, Any]
 ) -> None:
-    (tmp_path / "published").mkdir()
     old = {key: value for key, value in tiny.items() if key != "resolved_recipe"}
     for name, results in (("old", old), ("new", tiny)):
-        (tmp_path / "published" / f"{name}.json").write_text(json.dumps(results))
+        folder = tmp_path / "published" / name
+        folder.mkdir(parents=True)
+        (folder / "results.json").write_text(json.dumps(results))
     monkeypatch.setattr(resources, "files", lambda _: tmp_path)
     write_results_page(tmp_path / "results.md")
     page = (tmp_path / "results.md").read_text()
     assert "## new" in page
     assert "## old" not in page
     assert (tmp_path / "results-new.svg").exists()
+
+
+# The paper's figures
+
+
+@pytest.fixture
+def analysis(tiny_run: Path) -> dict[str, Any]:
+    found: dict[str, Any] = json.loads((tiny_run / "analysis.json").read_text())
+    return found
+
+
+def test_figures_of_the_paper_are_on_the_page(
+    tiny: dict[str, Any], analysis: dict[str, Any]
+) -> None:
+    page = results_page({"tiny": Published(tiny, analysis)})
+    names = ["bounds", "repetition-within", "repetition-among", "density-base", "density-joint"]
+    made = paper_figures(tiny, analysis)
+    assert [entry.figure.name for entry in made] == names
+    for entry in made:
+        assert f"](results-tiny-{entry.figure.name}.svg)" in page
+        words = f"{entry.figure.caption} {entry.figure.made_of} {entry.comparison}"
+        assert f"**{entry.of_paper}.** {words}\n" in page
+    assert "`rebm run tiny`; drawn again by `rebm report runs/tiny`." in page
+
+
+def test_what_is_said_of_figures_follows_from_the_numbers(
+    tiny: dict[str, Any], analysis: dict[str, Any]
+) -> None:
+    best = tiny["best_energy"]
+    (row,) = (one for one in tiny["joint_models"] if one["energy"] == best and not one["scaled"])
+    for one in tiny["language_models"]:
+        one["test"]["value"] = 10.0
+    entry = analysis["energies"][row["energy"]]
+    entry["bounds"] = [
+        {"num_samples": 8, "lower": 7.0, "upper": 8.1},
+        {"num_samples": 16, "lower": 7.5, "upper": 8.0},
+    ]
+    for part, shares in zip(
+        entry["repetition"], ((0.5, 0.6, 0.7), (0.6, 0.5, 0.7), (0.5, 0.8, 0.7)), strict=True
+    ):
+        for model, share in zip(("base", "joint", "real"), shares, strict=True):
+            part[model]["within"] = share
+        part["differences"] = {
+            "joint-base": {"low": 0.1, "high": 0.2},
+            "real-joint": {"low": -0.1, "high": 0.2},
+        }
+    entry["repetition"][1]["differences"]["real-joint"] = {"low": -0.2, "high": -0.1}
+    entry["density"]["base"]["interval"] = {"low": -5.0, "high": -2.0}
+    entry["density"]["base"]["difference"] = -3.5
+    analysis["per_step"] = {
+        "energy": best,
+        "num_prefixes": 2,
+        "num_samples": 4,
+        "positions": [
+            {
+                "position": place,
+                "base": 10.0,
+                "lower": 8.0,
+                "upper": 8.0 if place <= 10 else 9.0,
+                "gain_interval": {"low": None, "high": None},
+            }
+            for place in range(1, 13)
+        ],
+        "diagnostics": {
+            "effective_sample_size": 3.0,
+            "least_effective_sample_size": 2.0,
+            "share_past_pareto_k": 0.0,
+        },
+        "last_step": None,
+    }
+    said = {made.figure.name: made.comparison for made in paper_figures(tiny, analysis)}
+    assert (
+        "it is 20.0% on average over the first 10 positions and 18.0% over the last"
+        in (said["per-step"])
+    )
+    assert "moves by -0.1000 from n = 8 to n = 16, 5.0% of the gain" in said["bounds"]
+    within = said["repetition-within"]
+    assert "Here n = 2: base 50.0%, joint 60.0%, real 70.0%, n = 3: base 60.0%" in within
+    assert within.endswith(
+        "over documents: joint has more than base for n = 2; joint has more than base for n = 3;"
+        " joint has more than base for n = 4; real has fewer than joint for n = 3."
+    )
+    assert "Certain" not in said["repetition-among"]
+    assert said["density-base"].endswith(
+        "21.64 nats under the base language model; here by 3.50 (95 % of the difference -5.00 to"
+        " -2.00)."
+    )
+    assert "6.20 nats under the joint model" in said["density-joint"]
+    entry["bounds"] = entry["bounds"][:1]
+    assert "too few samples" in paper_figures(tiny, analysis)[1].comparison
+
+
+def test_a_run_without_analysis_or_energies_has_no_figures(tiny: dict[str, Any]) -> None:
+    assert paper_figures(tiny, None) == []
+    tiny.update(joint_models=[], best_energy=None)
+    assert paper_figures(tiny, {"energies": {}}) == []

@@ -171,8 +171,12 @@ def _list_index(items: list[Any], key: str, path: str) -> int:
 
 
 def first_difference(old: Recipe, new: Recipe) -> str | None:
-    """The first key at which two recipes differ, with both values; None when they are the same."""
-    return _difference(old.model_dump(mode="json"), new.model_dump(mode="json"), "")
+    """The first key at which two recipes differ, with both values; None when they are the same.
+
+    What a recipe says of itself decides nothing: a run goes on when only the description changed.
+    """
+    one, other = (side.model_dump(mode="json", exclude={"description"}) for side in (old, new))
+    return _difference(one, other, "")
 
 
 def _difference(old: Any, new: Any, place: str) -> str | None:

@@ -69,6 +69,18 @@ def test_candidates_take_turns_in_processes_of_their_own(tmp_path: Path) -> None
     assert str(os.getpid()) not in {process for _, process in turns}
 
 
+def test_a_long_first_turn_counts(tmp_path: Path) -> None:
+    path = tmp_path / "turns"
+    spec = Spec("a", f"{HERE}noting", {"path": str(path), "name": "a"})
+    (long,) = alternate([spec], 1, timeout=60, long_turn=0.0)
+    assert len(path.read_text().splitlines()) == 1
+    assert long.seconds == [long.first_seconds]
+    (short,) = alternate([spec], 1, timeout=60, long_turn=50.0)
+    assert len(path.read_text().splitlines()) == 3
+    assert len(short.seconds) == 1
+    assert short.seconds != [short.first_seconds]
+
+
 def test_a_broken_candidate_has_a_reason_and_no_rate() -> None:
     broken = [
         Spec("missing", f"{HERE}missing", {}),

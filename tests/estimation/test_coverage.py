@@ -5,7 +5,7 @@ import math
 import numpy as np
 import pytest
 
-from residual_ebm.estimation.coverage import ExactPrefix, coverage, true_perplexity
+from residual_ebm.estimation.coverage import ExactPrefix, _share, coverage, true_perplexity
 
 OPTIONS = {"num_documents": 20, "num_replicates": 60, "num_resamples": 200, "seed": 0}
 
@@ -37,24 +37,50 @@ def light(num_prefixes: int) -> list[ExactPrefix]:
     return found
 
 
-def test_light_weights_are_covered_and_not_flagged_away() -> None:
+def test_light_weights_are_covered_without_a_warning() -> None:
     found = coverage(light(200), 256, **OPTIONS)
     assert found.covered > 0.85
+    assert abs(found.covered - found.covered_with_known_partition) < 0.1
+    for kind in ("heavy weights", "few effective samples"):
+        assert (found.warnings[kind].when_covered or 0) < 0.15
     assert abs(found.lower_bias) < 0.01
     assert abs(found.upper_bias) < 0.01
     assert found.effective_sample_size > 100
 
 
-def test_heavy_weights_are_missed_and_flagged() -> None:
-    """A continuation of one in ten thousand holds nearly all of Z: samples do not see it."""
+def test_what_no_sample_shows_no_diagnostic_sees() -> None:
+    """A continuation of one in ten thousand holds nearly all of Z, and samples do not find it: the
+    weights that are seen are all alike, so k-hat and the effective sample size are content."""
     rare = [
         prefix(number, [0.5, 0.4999, 0.0001], [0.0, 0.0, 14.0 + number / 100])
         for number in range(100)
     ]
     found = coverage(rare, 32, **OPTIONS)
     assert found.covered < 0.5
+    assert found.covered_with_known_partition > 0.8
     assert found.lower_bias < -1  # a perplexity far too low
-    assert found.flagged_when_missed is not None
+    for kind in ("heavy weights", "few effective samples"):
+        assert found.warnings[kind].when_missed == 0
+
+
+def test_heavy_weights_that_are_seen_are_flagged() -> None:
+    """Weights of a wide log-normal: a few samples dominate, and their tail can be fitted."""
+    draw = np.random.default_rng(1)
+    heavy = [
+        prefix(number, list(np.full(2000, 1 / 2000)), list(draw.normal(0, 3, 2000)))
+        for number in range(60)
+    ]
+    found = coverage(heavy, 256, **OPTIONS)
+    assert found.share_past_pareto_k > 0.5
+    warned = found.warnings["heavy weights"]
+    assert {warned.when_covered, warned.when_missed} <= {1.0, None}
+    assert found.warnings["any"] == warned
+    assert found.warnings["few effective samples"].when_covered in (0.0, None)
+
+
+def test_a_share_of_nothing_is_none() -> None:
+    assert _share([True, False], [True, True], True) == 0.5
+    assert _share([True, False], [True, True], False) is None
 
 
 def test_the_bias_shrinks_as_samples_grow() -> None:

@@ -14,7 +14,7 @@ from torch import Tensor
 from residual_ebm.config import ContinuationMode
 from residual_ebm.errors import UserError
 from residual_ebm.models.joint import JointModel
-from residual_ebm.models.per_step import exact_last_step, step_chain
+from residual_ebm.models.per_step import exact_last_link, step_chain
 
 NUM_SAMPLES = 2000
 # New tokens; in until_end mode the last two end before the horizon.
@@ -110,14 +110,28 @@ def test_the_last_step_by_enumeration(name: str, mode: ContinuationMode) -> None
     joint, new = toys.joint_model(name, mode), [5, 3, 6]
     exact = exact_chain(joint, mode, new)
     expected = exact.lm_log_prob_C[-1] + exact.log_a_S[-1] - exact.log_a_S[-2]
-    found = exact_last_step(joint, torch.tensor([*toys.prompt_ids(), *new]))
+    ids_T = torch.tensor([*toys.prompt_ids(), *new])
+    log_a = exact_last_link(joint, ids_T)
+    assert log_a == pytest.approx(exact.log_a_S[-2].item(), abs=1e-4)
+    found = step_chain(joint, ids_T, 16, seed=0).last_step_from(log_a)
     assert found == pytest.approx(expected.item(), abs=1e-4)
+
+
+def test_each_estimated_link_has_its_diagnostics() -> None:
+    joint = toys.joint_model("bit", "fixed")
+    chain = step_chain(joint, torch.tensor([*toys.prompt_ids(), 5, 3, 6]), 400, seed=0)
+    assert chain.effective_sample_size_C.shape == chain.pareto_k_C.shape == (3,)
+    assert (chain.effective_sample_size_C > 1).all()
+    assert (chain.effective_sample_size_C < 400).all()
+    # Of the effective size follows the standard error of a mean of weights.
+    error_C = (1 / chain.effective_sample_size_C - 1 / 400).sqrt()
+    assert torch.allclose(chain.error_S[:-1], error_C, rtol=0.05)
 
 
 def test_only_a_whole_block_has_a_last_step_to_enumerate() -> None:
     joint = toys.joint_model("heat", "until_end")
     with pytest.raises(UserError, match="only the last of 6 tokens"):
-        exact_last_step(joint, torch.tensor([*toys.prompt_ids(), 4, 0]))
+        exact_last_link(joint, torch.tensor([*toys.prompt_ids(), 4, 0]))
 
 
 def test_published_intervals_hold_the_truth_as_often_as_they_say() -> None:

@@ -2,6 +2,7 @@
 
 import json
 import re
+import shutil
 from collections.abc import Callable
 from copy import deepcopy
 from html.parser import HTMLParser
@@ -13,7 +14,7 @@ import pytest
 from residual_ebm.report.figures import run_figures
 from residual_ebm.report.markdown import markdown_report
 from residual_ebm.report.page import Run, html_report, read_run
-from residual_ebm.report.rows import table_rows
+from residual_ebm.report.rows import gap_text, table_rows
 from residual_ebm.report.story import Piece, compare_texts, verdict
 
 ATTACK = '<script>alert(1)</script> & "quoted" | *starred* `code` {{ 7 * 7 }}'
@@ -73,9 +74,9 @@ def test_every_section_is_there(run: Run, page: Page) -> None:
     for figure in run.figures:
         assert f"run-1-{figure.name}" in page.ids
         assert figure.title in page.text
-        assert figure.caption in page.text
+        assert f"{figure.caption} {figure.made_of}" in page.text
     assert page.tags.count("svg") == len(run.figures) == 10
-    assert verdict(run.results) in page.text
+    assert verdict(run.results).text in page.text
     for row in table_rows(run.results):
         for cell in row.cells:
             assert cell in page.text
@@ -84,9 +85,9 @@ def test_every_section_is_there(run: Run, page: Page) -> None:
 def test_figures_say_what_they_are_made_of(run: Run) -> None:
     for figure in run.figures:
         if not figure.name.startswith("curves-"):
-            assert "24 test prefixes, n = 32 proposals a prefix, seed 0" in figure.caption
+            assert "24 test prefixes, n = 32 proposals a prefix, seed 0" in figure.made_of
         else:
-            assert "Seed 0" in figure.caption
+            assert "Seed 0" in figure.made_of
 
 
 def test_the_page_stands_alone(page: Page) -> None:
@@ -117,7 +118,9 @@ def attacked(run: Run) -> Run:
             example[role]["text"] = f"{ATTACK} {role}"
     for found in analysis["energies"][results["best_energy"]]["passages"].values():
         for passage in found:
-            passage["prefix"] = passage["continuation"] = ATTACK
+            for key in ("prefix", "continuation", "base", "joint"):
+                assert isinstance(passage[key], str)
+                passage[key] = ATTACK
     results["corpus"] = results["resolved_recipe"]["description"] = ATTACK
     results["joint_models"][0]["test"]["flags"] = [ATTACK]
     results["language_models"][0]["name"] = ATTACK
@@ -125,12 +128,28 @@ def attacked(run: Run) -> Run:
         row["language_model"] = ATTACK
     for entry in analysis["energies"].values():
         entry["language_model"] = ATTACK
-    likely = [{"token": ATTACK, "probability": 0.75}, {"token": " x", "probability": 0.25}]
+    likely = [
+        {"token": ATTACK, "is_repeated": True, "probability": 0.75},
+        {"token": " x", "is_repeated": False, "probability": 0.25},
+    ]
     analysis["per_step"] = {
         "energy": ATTACK,
         "num_prefixes": 1,
         "num_samples": 4,
-        "positions": [{"position": 1, "base": 4.0, "lower": 2.0, "upper": 3.0}],
+        "positions": [
+            {
+                "position": 1,
+                "base": 4.0,
+                "lower": 2.0,
+                "upper": 3.0,
+                "gain_interval": {"low": 0.1, "high": 0.5},
+            }
+        ],
+        "diagnostics": {
+            "effective_sample_size": 3.0,
+            "least_effective_sample_size": 2.0,
+            "share_past_pareto_k": 0.0,
+        },
         "last_step": None,
         "repeats": [
             {
@@ -146,6 +165,31 @@ def attacked(run: Run) -> Run:
     return Run(ATTACK, results, analysis, {ATTACK: 1.0})
 
 
+def test_train_against_validation(run: Run, page: Page) -> None:
+    for row in run.results["joint_models"]:
+        if not row["scaled"]:
+            for split in ("train", "validation"):
+                found = row["training"]["detection"][split]
+                assert f"{found['accuracy']:.1%}" in page.text
+                assert f"{found['auc']:.3f}" in page.text
+    assert "by heart?" in page.text
+
+
+@pytest.mark.parametrize(
+    ("gap", "low", "high", "said"),
+    [
+        (0.5, 0.2, 0.8, "lm is at least 0.200 nats a passage away from the test text (estimate"),
+        (0.5, -0.1, 1.1, "No gap between lm and the test text that is certain (estimate +0.500"),
+        (-0.5, -0.8, -0.2, "No gap between lm and the test text that is certain (estimate -0.5"),
+        (0.5, None, None, "No gap between lm and the test text that is certain (estimate +0.5"),
+    ],
+)
+def test_a_gap_is_called_one_where_it_is_certain(
+    gap: float, low: float | None, high: float | None, said: str
+) -> None:
+    assert gap_text("lm", "heat", gap, {"low": low, "high": high}).startswith(said)
+
+
 def test_markup_in_text_stays_text(run: Run) -> None:
     text = html_report([attacked(run)])
     page = Page(text)
@@ -156,10 +200,14 @@ def test_markup_in_text_stays_text(run: Run) -> None:
 
 def test_markup_in_text_stays_text_in_markdown(run: Run) -> None:
     text = markdown_report([attacked(run)], {ATTACK: Path("figures")})
-    assert re.findall(r"<[^>]*>", text) == ["<code>", "</code>"] * 5
+    text, _, recipe = text.partition("\n## How it was made\n")
+    found = set(re.findall(r"<[^>]*>", text))
+    assert {"<code>", "</code>"} == {one for one in found if not one.startswith("<figures/")}
     assert "\n## Where the language model repeats itself\n" in text
-    assert "</code> 0.75, <code> x</code> 0.25" in text
+    assert "</code> (repeated) 0.75, <code> x</code> 0.25" in text
     assert re.findall(r"(?<!\\)[`{}]", text) == []
+    assert "\n    negatives:\n" in recipe  # indented: a block that nothing in it can end
+    assert all(line.startswith("    ") for line in recipe.strip("\n").splitlines()[2:])
 
 
 def test_several_runs_side_by_side(run: Run) -> None:
@@ -207,10 +255,13 @@ def test_report_as_markdown(rebm: Callable[..., tuple[int, str, str]], tiny_copy
     assert code == 0
     assert written["page"] == str(tiny_copy / "report.md")
     text = (tiny_copy / "report.md").read_text()
-    images = re.findall(r"!\[[^]]*\]\(([^)]+)\)", text)
+    images = re.findall(r"!\[[^]]*\]\(<([^)]+)>\)", text)
     assert len(images) == 10
+    made_of = {figure.name: figure.made_of for figure in read_run(tiny_copy).figures}
     for image in images:
-        assert (tiny_copy / image).read_text().lstrip().startswith("<?xml")
+        drawing = (tiny_copy / image).read_text()
+        assert drawing.lstrip().startswith("<?xml")
+        assert made_of[Path(image).stem] in drawing, "a figure says what it was made of"
         assert (tiny_copy / image).with_suffix(".png").read_bytes().startswith(b"\x89PNG")
     assert len(written["figures"]) == 20
     assert "## Can it be trusted?" in text
@@ -219,11 +270,30 @@ def test_report_as_markdown(rebm: Callable[..., tuple[int, str, str]], tiny_copy
 def test_report_of_several_runs(
     rebm: Callable[..., tuple[int, str, str]], tiny_copy: Path, tmp_path: Path
 ) -> None:
+    """Of the same name, too: their figures stay apart."""
+    other = tmp_path / "other" / tiny_copy.name
+    shutil.copytree(tiny_copy, other)
     out = tmp_path / "new" / "both.html"
-    code, _, _ = rebm("report", tiny_copy, tiny_copy, "--out", out, "--figures", tmp_path / "f")
+    code, _, _ = rebm("report", tiny_copy, other, "--out", out, "--figures", tmp_path / "f")
     assert code == 0
     assert "Side by side" in out.read_text()
-    assert len(list((tmp_path / "f").rglob("*.svg"))) == 10
+    assert len(list((tmp_path / "f").rglob("*.svg"))) == 20
+    page = tmp_path / "new" / "both.md"
+    code, _, _ = rebm("report", tiny_copy, other, "--out", page, "--format", "md")
+    assert code == 0
+    text = page.read_text()
+    assert text.startswith("# Side by side\n")
+    images = re.findall(r"!\[[^]]*\]\(<([^)]+)>\)", text)
+    assert len(set(images)) == len(images) == 20
+    assert all((page.parent / image).is_file() for image in images)
+
+
+def test_a_run_that_is_named_twice(
+    rebm: Callable[..., tuple[int, str, str]], tiny_run: Path
+) -> None:
+    code, _, error = rebm("report", tiny_run, tiny_run)
+    assert code == 2
+    assert error == f"rebm: run = {tiny_run}: is named twice; name each run once\n"
 
 
 def test_report_of_no_run(rebm: Callable[..., tuple[int, str, str]], tmp_path: Path) -> None:
@@ -260,16 +330,21 @@ def changed(run: Run, **test: Any) -> dict[str, Any]:
 def test_verdicts(run: Run) -> None:
     (base,) = [row["test"]["value"] for row in run.results["language_models"]]
     gain = {"difference_from_base": {"low": -0.5, "high": -0.1}, "upper": 0.9 * base}
-    assert verdict(changed(run, **gain, flags=[])).startswith("A gain: on 24 test prefixes")
-    assert "10.0% lower" in verdict(changed(run, **gain, flags=[]))
-    assert verdict(changed(run, **gain, flags=["x"])).startswith("A gain with a warning:")
-    assert verdict(changed(run, **gain, flags=["x", "y"])).startswith("A gain with 2 warnings:")
+    assert verdict(changed(run, **gain, flags=[])).text.startswith("A gain: on 24 test prefixes")
+    assert "10.0% lower" in verdict(changed(run, **gain, flags=[])).text
+    kinds = [verdict(changed(run, **gain, flags=flags)).kind for flags in ([], ["x"])]
+    assert kinds == ["gain", "doubt"]
+    assert verdict(changed(run, **gain, flags=["x"])).text.startswith("A gain with a warning:")
+    assert verdict(changed(run, **gain, flags=["x", "y"])).text.startswith(
+        "A gain with 2 warnings:"
+    )
     unsure = {"difference_from_base": {"low": -0.5, "high": 0.1}}
-    assert verdict(changed(run, **unsure)).startswith("No gain that is certain:")
+    assert verdict(changed(run, **unsure)).text.startswith("No gain that is certain:")
     loss = {"difference_from_base": {"low": 0.2, "high": 0.3}}
-    assert verdict(changed(run, **loss)).startswith("A loss:")
+    assert verdict(changed(run, **loss)).text.startswith("A loss:")
+    assert verdict(changed(run, **loss)).kind == verdict(changed(run, **unsure)).kind == "doubt"
     unknown = {"difference_from_base": {"low": None, "high": None}}
-    assert verdict(changed(run, **unknown)).startswith("Undecided:")
+    assert verdict(changed(run, **unknown)).text.startswith("Undecided:")
 
 
 def test_marked_words() -> None:

@@ -7,11 +7,12 @@ from typing import Any
 import numpy as np
 import pytest
 
-from residual_ebm.estimation.repetition import unique_ngrams
+from residual_ebm.estimation.repetition import unique_among, unique_within
 from residual_ebm.files.blocks import read_blocks
 from residual_ebm.files.log_weights import REAL, read_log_weights, read_real
 from residual_ebm.files.run_directory import RunDirectory
 from residual_ebm.files.samples import join_rows, pick_rows, read_rows
+from residual_ebm.models.loading import load_tokenizer
 from residual_ebm.stages import analyze, evaluate
 
 ENERGIES = ("unit", "bit", "heat")
@@ -74,10 +75,12 @@ def test_repetition_of_real_text_and_base_samples(
     start = run_dir.recipe().block.prefix_length
     passages = [ids[start:end] for ids, end in zip(blocks.ids_BT, blocks.length_B, strict=True)]
     for row in analysis["energies"]["heat"]["repetition"]:
-        expected = unique_ngrams(passages, row["order"])
-        assert (row["real"]["among"], row["real"]["within"]) == pytest.approx(expected)
+        order = row["order"]
+        assert row["real"]["among"] == pytest.approx(unique_among(passages, order))
+        real_P = unique_within(passages, order)
+        assert row["real"]["within"] == pytest.approx(real_P.mean())
         assert row["real"]["among_spread"] is None
-        shares = []
+        among, within = [], []
         for draw in range(10):
             chosen = proposals.sample_N == draw
             samples = [
@@ -86,12 +89,54 @@ def test_repetition_of_real_text_and_base_samples(
                     proposals.ids_NC[chosen], proposals.length_N[chosen], strict=True
                 )
             ]
-            shares.append(unique_ngrams(samples, row["order"]))
-        assert row["base"]["among"] == pytest.approx(np.mean([share.among for share in shares]))
-        assert row["base"]["within_spread"] == pytest.approx(
-            np.std([share.within for share in shares], ddof=1)
-        )
+            among.append(unique_among(samples, order))
+            within.append(unique_within(samples, order))
+        assert row["base"]["among"] == pytest.approx(np.mean(among))
+        assert row["base"]["within_spread"] == pytest.approx(np.mean(within, axis=1).std(ddof=1))
+        interval = row["differences"]["joint-base"]
+        assert interval["low"] <= row["joint"]["within"] - row["base"]["within"] <= interval["high"]
     assert [row["order"] for row in analysis["energies"]["heat"]["repetition"]] == [2, 3, 4]
+
+
+def test_joint_draws_follow_the_weights_and_z_is_of_the_other_half(tiny_run: Path) -> None:
+    """One proposal of the first half outweighs all others; the second half has weights of its own,
+    the same for all."""
+    run_dir = RunDirectory(tiny_run)
+    recipe = run_dir.recipe()
+    real = read_real(run_dir.log_weights("heat", "test") / REAL)
+    heavy_P = np.arange(len(real.block_P)) % 16
+    log_weights = []
+    for heavy in heavy_P:
+        log_weight_N = np.repeat([0.0, 1.25], 16)
+        log_weight_N[heavy] = 50.0
+        log_weights.append(log_weight_N)
+    drawn = analyze._draw(recipe, run_dir, "heat", real, log_weights)
+    assert drawn.joint.sample_N.tolist() == np.repeat(heavy_P, 10).tolist()
+    assert drawn.joint_log_weight_PD.tolist() == [[50.0] * 10] * len(heavy_P)
+    assert drawn.log_partition_P == pytest.approx(1.25)
+    assert drawn.base.sample_N.tolist() == [*range(10)] * len(heavy_P)
+    (row, *_) = analyze._repetition(recipe, run_dir, real, drawn)
+    passages = [
+        ids[:end] for ids, end in zip(drawn.joint.ids_NC, drawn.joint.length_N, strict=True)
+    ]
+    assert row["joint"]["within"] == pytest.approx(unique_within(passages, 2).mean())
+    assert row["joint"]["among_spread"] == pytest.approx(0, abs=1e-12)
+
+
+def test_passages_come_with_what_was_written_there(
+    tiny_run: Path, analysis: dict[str, Any], proposals: Any
+) -> None:
+    tokenizer = load_tokenizer(str(RunDirectory(tiny_run).blocks / "tokenizer"), "tokenizer")
+    real = read_real(RunDirectory(tiny_run).log_weights("heat", "test") / REAL)
+    for found in analysis["energies"]["heat"]["passages"].values():
+        for passage in found:
+            (prefix,) = np.flatnonzero(real.block_P == passage["block"])
+            first = (proposals.prefix_N == prefix) & (proposals.sample_N == 0)
+            (ids_C,), (length,) = proposals.ids_NC[first], proposals.length_N[first]
+            assert passage["base"] == tokenizer.decode(ids_C[:length])
+            own = proposals.prefix_N == prefix
+            texts = {tokenizer.decode(ids_C) for ids_C in proposals.ids_NC[own]}
+            assert passage["joint"] in texts
 
 
 @pytest.mark.parametrize("energy", ENERGIES)
@@ -142,6 +187,9 @@ def test_detector(tiny_run: Path, analysis: dict[str, Any], energy: str) -> None
     curve = detector["roc"]
     area = np.trapezoid(curve["true_positive"], curve["false_positive"])
     assert area == pytest.approx(detector["auc"], abs=0.02)
+    for axis in curve.values():
+        assert (axis[0], axis[-1]) == (0.0, 1.0)
+        assert np.diff(axis).max() < 0.1  # also where the other axis hardly moves
 
 
 @pytest.mark.parametrize("energy", ENERGIES)

@@ -8,11 +8,16 @@ import pytest
 import torch
 
 from residual_ebm.errors import UserError
+from residual_ebm.estimation.coverage import coverage, true_perplexity
+from residual_ebm.estimation.flags import KINDS
 from residual_ebm.files.grammar import build_grammar
 from residual_ebm.files.run_directory import RunDirectory, open_run
 from residual_ebm.models.joint import JointModel
 from residual_ebm.progress import QUIET
+from residual_ebm.randomness import derive_seed
 from residual_ebm.recipe_file import load_recipe
+from residual_ebm.report.charts import image_of
+from residual_ebm.report.figures import run_figures
 from residual_ebm.stages import calibrate
 from residual_ebm.stages.pipeline import run_all
 from residual_ebm.stages.proposals import evaluation_prefixes
@@ -53,9 +58,30 @@ def test_rows_of_the_calibration(run: RunDirectory) -> None:
     vocabulary = len(build_grammar("brackets").words) + 3  # unknown, mask and end-of-text
     assert found["num_continuations"] == vocabulary**2
     assert found["num_prefixes"] == 10
+    prefixes = calibrate._exact_prefixes(run.recipe(), run, found["energy"], QUIET)
+    config = run.recipe().evaluation.calibration
+    assert config is not None
     for row in found["rows"]:
-        assert 0 <= row["covered"] <= 1
-        assert row["num_replicates"] == 5
+        scaled = [prefix.scaled(row["scale"]) for prefix in prefixes]
+        expected = coverage(
+            scaled,
+            row["num_samples"],
+            num_documents=config.num_documents,
+            num_replicates=config.num_replicates,
+            num_resamples=config.bootstrap_resamples,
+            seed=derive_seed(run.recipe().seed, "calibration", row["scale"]),
+        )
+        assert row["covered"] == expected.covered
+        assert row["truth"] == pytest.approx(true_perplexity(scaled))
+        assert set(row["warnings"]) == {"any", *KINDS}
+
+
+def test_figures_of_the_calibration(run: RunDirectory) -> None:
+    analysis = json.loads(run.analysis.read_text())
+    figures = {figure.name: figure for figure in run_figures(run.read_results(), analysis)}
+    for name in ("coverage", "bias", "warnings", "warnings-k-hat", "warnings-ess"):
+        assert "5 estimates of 4 documents each" in figures[name].made_of
+        assert len(image_of(figures[name].chart(alone=True), "svg")) > 1000
 
 
 def test_log_z_is_the_sum_over_all_continuations(run: RunDirectory) -> None:

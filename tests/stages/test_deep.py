@@ -26,13 +26,15 @@ def deep(tiny_copy: Path) -> RunDirectory:
     return run_dir
 
 
-def test_deep_samples_are_of_the_first_test_prefixes(deep: RunDirectory) -> None:
+def test_deep_samples_are_of_a_few_test_prefixes_by_seed(deep: RunDirectory) -> None:
     for energy in ("unit", "bit", "heat"):
         test, more = (
             read_real(deep.log_weights(energy, split) / REAL) for split in ("test", "deep")
         )
-        assert more.block_P.tolist() == test.block_P[:2].tolist()
-        np.testing.assert_allclose(more.lm_log_prob_P, test.lm_log_prob_P[:2], atol=1e-4)
+        chosen = proposals.some_prefixes(len(test.block_P), 2, deep.recipe(), proposals.DEEP)
+        assert len(chosen) == 2
+        assert more.block_P.tolist() == test.block_P[chosen].tolist()
+        np.testing.assert_allclose(more.lm_log_prob_P, test.lm_log_prob_P[chosen], atol=1e-4)
         drawn = dict(read_log_weights(deep.log_weights(energy, "deep")))
         assert [len(drawn[prefix]) for prefix in (0, 1)] == [256, 256]
     states = {entry["what"]: entry["state"] for entry in progress_of(deep.recipe(), deep)}
@@ -43,8 +45,9 @@ def test_they_are_drawn_anew(deep: RunDirectory) -> None:
     test, more = (
         dict(read_log_weights(deep.log_weights("heat", split))) for split in ("test", "deep")
     )
-    for prefix in (0, 1):
-        assert not np.isin(test[prefix], more[prefix]).all()
+    chosen = proposals.some_prefixes(len(test), 2, deep.recipe(), proposals.DEEP)
+    for number, prefix in enumerate(chosen.tolist()):
+        assert not np.isin(test[prefix], more[number]).all()
 
 
 def test_results_analysis_and_figure(deep: RunDirectory) -> None:

@@ -219,7 +219,7 @@ def train_energy(
         validate_every=steps,
         checkpoint_every=steps,
     )
-    history = train_nce(
+    summary = train_nce(
         energy,
         EnergyConfig(name="bit", kind="bit", source="encoder", training=training),
         contrast,
@@ -229,7 +229,8 @@ def train_energy(
         run_dir=RunDirectory(folder),
         progress=QUIET,
     )
-    return history.validations[-1]["accuracy"]
+    accuracy: float = summary["validations"][-1]["accuracy"]
+    return accuracy
 
 
 def p_value(accuracy: float, num_blocks: int, alternative: str) -> float:

@@ -1,24 +1,23 @@
 """The benchmarks: what is compared with what, each alternative at its own best setting.
 
-An alternative with settings (a batch size, a kind of cache) is swept first, one setting after the
-other; the best then takes turns with us. Sweeps are part of the result.
+An alternative with settings (a batch size, a kind of cache) is swept first; the best then takes
+turns with us.
 """
 
 import datetime
-import functools
 import importlib.util
 import json
 import os
 import platform
-import statistics
 from collections.abc import Callable, Sequence
 from dataclasses import asdict
-from typing import Any
+from typing import Any, NamedTuple
 
 import residual_ebm
 from residual_ebm.bench.agreement import agreement
 from residual_ebm.bench.setting import Setting
-from residual_ebm.bench.workers import Reading, Spec, alternate
+from residual_ebm.bench.sweeps import Sweeps, reading_row
+from residual_ebm.bench.workers import Spec, alternate
 from residual_ebm.errors import UserError
 from residual_ebm.files.source_commit import source_commit
 from residual_ebm.progress import QUIET, Progress
@@ -26,60 +25,39 @@ from residual_ebm.progress import QUIET, Progress
 _HERE = "residual_ebm.bench"
 OURS = "residual-ebm"
 PRODUCTS = "matrix products alone"
-_SLOWER_STEPS = 2  # a sweep goes no further after so many
+
+
+class Bench(NamedTuple):
+    """What every benchmark is given."""
+
+    setting: Setting
+    progress: Progress
+    sweeps: Sweeps
 
 
 def _spec(name: str, factory: str, **arguments: Any) -> Spec:
     return Spec(name, f"{_HERE}.{factory}", arguments)
 
 
-def _sweep(
-    name: str, ladders: Sequence[Sequence[Spec]], setting: Setting, progress: Progress
-) -> tuple[Spec, list[dict[str, Any]]]:
-    """The quickest of some specs, by one turn after warming up, and what those tried did.
-
-    A ladder is one setting in rising order; it is climbed until two steps in a row are slower than
-    the best of it so far.
-    """
-    tried: list[tuple[Spec, Reading]] = []
-    for ladder in ladders:
-        best, slower = 0.0, 0
-        for spec in ladder:
-            (reading,) = alternate(
-                [spec], 1, timeout=setting.timeout, label=f"{name}: {spec.name}", progress=progress
-            )
-            tried.append((spec, reading))
-            rate = reading.rate or 0.0
-            best, slower = max(best, rate), 0 if rate > best else slower + 1
-            if slower == _SLOWER_STEPS:
-                break
-    quickest, _ = max(tried, key=lambda pair: pair[1].rate or 0.0)
-    return quickest, [_row(reading) for _, reading in tried]
-
-
-def _row(reading: Reading) -> dict[str, Any]:
-    row = asdict(reading)
-    row["median_seconds"] = statistics.median(reading.seconds) if reading.seconds else None
-    row["rate"] = reading.rate
-    return row
-
-
 def _compare(
     name: str,
     unit: str,
     specs: Sequence[Spec],
-    setting: Setting,
-    progress: Progress,
+    bench: Bench,
     sweep: list[dict[str, Any]] | None = None,
 ) -> dict[str, Any]:
     """Ours, first of the specs, against the rest."""
     readings = alternate(
-        specs, setting.repeats, timeout=setting.timeout, label=name, progress=progress
+        specs,
+        bench.setting.repeats,
+        timeout=bench.setting.timeout,
+        label=name,
+        progress=bench.progress,
     )
     ours = readings[0].rate
     return {
         "unit": unit,
-        "rows": [_row(reading) for reading in readings],
+        "rows": [reading_row(reading) for reading in readings],
         "sweep": sweep or [],
         "ours_to": {
             reading.name: ours / reading.rate
@@ -110,11 +88,11 @@ _ENGINES: tuple[tuple[str, str, dict[str, dict[str, Any]]], ...] = (
 _DRAWING = ("model", "text", "prefix_length", "num_tokens", "threads")
 
 
-@functools.cache
-def _best_decoders(setting: Setting, progress: Progress) -> tuple[list[Spec], list[dict[str, Any]]]:
+def _best_decoders(bench: Bench) -> tuple[list[Spec], list[dict[str, Any]]]:
     """Each alternative at its best setting for untruncated samples, and what was tried."""
+    setting = bench.setting
     common = {**setting.take(*_DRAWING), "top_k": None}
-    best, sweep = _sweep(
+    best, sweep = bench.sweeps.best(
         "decode",
         [
             [
@@ -132,8 +110,6 @@ def _best_decoders(setting: Setting, progress: Progress) -> tuple[list[Spec], li
             ]
             for cache, compiled in (("dynamic", False), ("static", False), ("static", True))
         ],
-        setting,
-        progress,
     )
     bests = [best]
     for title, factory, ways in _ENGINES:
@@ -153,14 +129,15 @@ def _best_decoders(setting: Setting, progress: Progress) -> tuple[list[Spec], li
         if importlib.util.find_spec(factory) is None:
             bests.append(ladders[0][0])  # says why it cannot take part
             continue
-        engine, swept = _sweep("decode", ladders, setting, progress)
+        engine, swept = bench.sweeps.best("decode", ladders)
         bests.append(engine)
         sweep += swept
     return bests, sweep
 
 
-def _decode(setting: Setting, progress: Progress, top_k: int | None = None) -> dict[str, Any]:
-    bests, sweep = _best_decoders(setting, progress)
+def _decode(bench: Bench, top_k: int | None = None) -> dict[str, Any]:
+    setting = bench.setting
+    bests, sweep = _best_decoders(bench)
     bests = [spec._replace(arguments={**spec.arguments, "top_k": top_k}) for spec in bests]
     ours = {**setting.take(*_DRAWING, "precision"), "top_k": top_k, "num_prefixes": 1}
     return _compare(
@@ -176,20 +153,20 @@ def _decode(setting: Setting, progress: Progress, top_k: int | None = None) -> d
             ),
             *bests,
         ],
-        setting,
-        progress,
+        bench,
         sweep,
     )
 
 
-def _decode_top_k(setting: Setting, progress: Progress) -> dict[str, Any]:
-    return _decode(setting, progress, top_k=10)
+def _decode_top_k(bench: Bench) -> dict[str, Any]:
+    return _decode(bench, top_k=10)
 
 
-def _negatives(setting: Setting, progress: Progress) -> dict[str, Any]:
+def _negatives(bench: Bench) -> dict[str, Any]:
+    setting = bench.setting
     common = {**setting.take(*_DRAWING, "precision", "samples_per_prefix"), "top_k": None}
     sizes = sorted({max(1, setting.num_prefixes // divisor) for divisor in (16, 4, 1)})
-    best, sweep = _sweep(
+    best, sweep = bench.sweeps.best(
         "negatives",
         [
             [
@@ -204,18 +181,17 @@ def _negatives(setting: Setting, progress: Progress) -> dict[str, Any]:
                 for size in sizes
             ]
         ],
-        setting,
-        progress,
     )
     ours = _spec(OURS, "ours:draw", **common, num_prefixes=setting.num_prefixes)
-    return _compare("negatives", "tokens/s", [ours, best], setting, progress, sweep)
+    return _compare("negatives", "tokens/s", [ours, best], bench, sweep)
 
 
-def _score(setting: Setting, progress: Progress) -> dict[str, Any]:
+def _score(bench: Bench) -> dict[str, Any]:
+    setting = bench.setting
     common = setting.take("encoder", "text", "num_blocks", "length", "threads")
     bests, sweep = [], []
     for precision in ("float32", setting.precision):
-        best, swept = _sweep(
+        best, swept = bench.sweeps.best(
             "score",
             [
                 [
@@ -230,8 +206,6 @@ def _score(setting: Setting, progress: Progress) -> dict[str, Any]:
                     for size in (8, 32, 128)
                 ]
             ],
-            setting,
-            progress,
         )
         bests.append(best)
         sweep += swept
@@ -242,10 +216,11 @@ def _score(setting: Setting, progress: Progress) -> dict[str, Any]:
         **setting.take("model", "precision"),
         batch_size=64,
     )
-    return _compare("score", "blocks/s", [ours, *bests], setting, progress, sweep)
+    return _compare("score", "blocks/s", [ours, *bests], bench, sweep)
 
 
-def _train(setting: Setting, progress: Progress) -> dict[str, Any]:
+def _train(bench: Bench) -> dict[str, Any]:
+    setting = bench.setting
     common = {
         **setting.take("architecture", "length", "threads"),
         "batch_size": setting.train_batch,
@@ -263,10 +238,11 @@ def _train(setting: Setting, progress: Progress) -> dict[str, Any]:
             compiled=True,
         ),
     ]
-    return _compare("train", "tokens/s", specs, setting, progress)
+    return _compare("train", "tokens/s", specs, bench)
 
 
-def _train_nce(setting: Setting, progress: Progress) -> dict[str, Any]:
+def _train_nce(bench: Bench) -> dict[str, Any]:
+    setting = bench.setting
     common = {
         **setting.take("encoder", "text", "length", "threads"),
         "steps": setting.train_steps,
@@ -282,10 +258,11 @@ def _train_nce(setting: Setting, progress: Progress) -> dict[str, Any]:
         _spec("Trainer in float32", "peers:trainer_classifier", **peer, bf16=False),
         _spec("Trainer(bf16=True)", "peers:trainer_classifier", **peer, bf16=True),
     ]
-    return _compare("train-nce", "blocks/s", specs, setting, progress)
+    return _compare("train-nce", "blocks/s", specs, bench)
 
 
-def _evaluate(setting: Setting, progress: Progress) -> dict[str, Any]:
+def _evaluate(bench: Bench) -> dict[str, Any]:
+    setting = bench.setting
     common = {**setting.take(*_DRAWING, "precision"), "batch_size": 64}
 
     def ours(name: str, num_samples: int, encoder: str | None, **options: Any) -> Spec:
@@ -300,7 +277,7 @@ def _evaluate(setting: Setting, progress: Progress) -> dict[str, Any]:
         )
 
     few, many = setting.few_samples, setting.many_samples
-    best, sweep = _sweep(
+    best, sweep = bench.sweeps.best(
         "evaluate",
         [
             # Its time is proportional to n, so one batch of it is enough to know its rate.
@@ -315,8 +292,6 @@ def _evaluate(setting: Setting, progress: Progress) -> dict[str, Any]:
                 for size in setting.batch_sizes
             ]
         ],
-        setting,
-        progress,
     )
     specs = [
         ours("", many, setting.encoder),
@@ -325,7 +300,7 @@ def _evaluate(setting: Setting, progress: Progress) -> dict[str, Any]:
         ours(", drawing alone", few, None, scored=False),
         best,
     ]
-    result = _compare("evaluate", "samples/s", specs, setting, progress, sweep)
+    result = _compare("evaluate", "samples/s", specs, bench, sweep)
     seconds = {row["name"]: row["median_seconds"] for row in result["rows"]}
     longer, shorter, with_heat, drawing = (seconds[spec.name] for spec in specs[:4])
     result["time_at_many_to_few"] = longer / shorter if longer and shorter else None
@@ -333,10 +308,11 @@ def _evaluate(setting: Setting, progress: Progress) -> dict[str, Any]:
     return result
 
 
-def _agreement(setting: Setting, progress: Progress) -> dict[str, Any]:
+def _agreement(bench: Bench) -> dict[str, Any]:
+    setting = bench.setting
     counts = {setting.precision: setting.agreeing_samples, "float32": setting.exact_samples}
     checks = []
-    with progress.bar("agreement", len(counts)) as bar:
+    with bench.progress.bar("agreement", len(counts)) as bar:
         for precision, count in counts.items():
             given = {**setting.take(*_DRAWING), "precision": precision, "num_samples": count}
             checks.append(agreement(timeout=setting.timeout, **given))
@@ -344,7 +320,7 @@ def _agreement(setting: Setting, progress: Progress) -> dict[str, Any]:
     return {"unit": "", "rows": [], "sweep": [], "ours_to": {}, "agreement": checks}
 
 
-BENCHMARKS: dict[str, Callable[[Setting, Progress], dict[str, Any]]] = {
+BENCHMARKS: dict[str, Callable[[Bench], dict[str, Any]]] = {
     "decode": _decode,
     "decode-top-10": _decode_top_k,
     "negatives": _negatives,
@@ -367,14 +343,21 @@ def run_benchmarks(
     """Measure what is named; of `earlier` results the rest is kept. They take hours:
     `after_each` is given what there is by then."""
     benchmarks = dict((earlier or {}).get("benchmarks", {}))
-    results: dict[str, Any] = {"setting": asdict(setting), "benchmarks": benchmarks}
+    swept = dict((earlier or {}).get("sweeps", {}))
+    results: dict[str, Any] = {
+        "setting": asdict(setting),
+        "sweeps": swept,
+        "benchmarks": benchmarks,
+    }
     if earlier is not None and earlier["setting"] != json.loads(json.dumps(results["setting"])):
         raise UserError(
             "--page", "has another setting", "was measured otherwise; name another page"
         )
+    sweeps = Sweeps(setting, progress, swept, keep=lambda: after_each(results))
     for name in names:
         progress.stage(f"Measuring {name}")
-        benchmarks[name] = {**BENCHMARKS[name](setting, progress), "measured": _circumstances()}
+        found = BENCHMARKS[name](Bench(setting, progress, sweeps))
+        benchmarks[name] = {**found, "measured": _circumstances()}
         ordered = {known: benchmarks[known] for known in BENCHMARKS if known in benchmarks}
         results["benchmarks"] = ordered
         after_each(results)

@@ -46,7 +46,7 @@ def ctranslate2(
     threads: int,
 ) -> Work:
     """CTranslate2's generator; a unit is a token."""
-    import ctranslate2 as engine  # type: ignore[import-not-found]
+    import ctranslate2 as engine
 
     path = local_source(model, "model", kind="model")
     with tempfile.TemporaryDirectory() as folder:
@@ -84,8 +84,8 @@ def openvino(
     threads: int,
 ) -> Work:
     """OpenVINO GenAI with continuous batching and a cache of prefixes; a unit is a token."""
-    import openvino as runtime  # type: ignore[import-not-found]
-    import openvino_genai as engine  # type: ignore[import-not-found]
+    import openvino as runtime
+    import openvino_genai as engine
 
     scheduler = engine.SchedulerConfig()
     scheduler.cache_size = 4  # GB
@@ -123,7 +123,7 @@ def llama_cpp(
 ) -> Work:
     """llama.cpp: the prefix once, then copied to all sequences, or shared by them in one `unified`
     buffer; a unit is a token."""
-    import llama_cpp as engine  # type: ignore[import-not-found]
+    import llama_cpp as engine
 
     limit = engine.llama_max_parallel_sequences()
     if samples_per_prefix > limit:

@@ -58,8 +58,10 @@ def alternate(
     timeout: float,
     label: str = "",
     progress: Progress = QUIET,
+    long_turn: float | None = None,
 ) -> list[Reading]:
-    """One turn of each to warm up, then `repeats` rounds in which all take a turn."""
+    """One turn of each to warm up, then `repeats` rounds in which all take a turn. A first turn of
+    `long_turn` seconds or more counts as a round: warming up is a small part of it."""
     workers: list[_Worker] = []
     try:
         with progress.bar(label, len(specs) * (2 + repeats)) as bar:
@@ -68,7 +70,8 @@ def alternate(
                 bar.advance(note=spec.name)
             for number in range(1 + repeats):
                 for worker in workers:
-                    worker.turn(first=number == 0)
+                    if number < 1 + repeats - worker.rounds_ahead(long_turn):
+                        worker.turn(first=number == 0)
                     bar.advance(note=worker.reading.name)
     finally:
         for worker in workers:
@@ -101,6 +104,15 @@ class _Worker:
             self.reading.first_seconds = answer["seconds"]
         else:
             self.reading.seconds.append(answer["seconds"])
+
+    def rounds_ahead(self, long_turn: float | None) -> int:
+        """1 where the first turn was long enough to count; it is then among the seconds."""
+        first, seconds = self.reading.first_seconds, self.reading.seconds
+        if long_turn is None or first is None or first < long_turn:
+            return 0
+        if not seconds:
+            seconds.append(first)
+        return 1
 
     def stop(self) -> None:
         self._process.kill()

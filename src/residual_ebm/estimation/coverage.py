@@ -3,7 +3,8 @@
 Of a language so small that every continuation can be written down, log Z of each prefix is a sum,
 and so is the true perplexity of the joint model. The estimate is then made many times over as a
 user would make it: some documents, n samples a prefix from P_LM, bounds, bootstrap, flags. Counted
-is how often the published interval holds the truth, and how often a flag was raised when not.
+is how often the published interval holds the truth, and which flags were raised when it did and
+when not. With log Z known, the same documents give the coverage that the bootstrap alone has.
 
 Shapes: P prefixes of all documents, K continuations of each, N drawn samples.
 """
@@ -15,8 +16,8 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from residual_ebm.estimation.bootstrap import perplexity
-from residual_ebm.estimation.flags import flags
+from residual_ebm.estimation.bootstrap import bootstrap_perplexity, perplexity
+from residual_ebm.estimation.flags import KINDS, flags
 from residual_ebm.estimation.perplexity import (
     Prefixes,
     joint_perplexity,
@@ -25,6 +26,7 @@ from residual_ebm.estimation.perplexity import (
 from residual_ebm.randomness import derive_seed, generator
 
 Floats = NDArray[np.float64]
+ANY = "any"
 
 
 @dataclass(frozen=True)
@@ -60,18 +62,32 @@ class ExactPrefix:
 
 
 @dataclass(frozen=True)
+class Warned:
+    """Shares of estimates with a flag; None of an empty set."""
+
+    when_covered: float | None
+    when_missed: float | None
+
+
+@dataclass(frozen=True)
 class Coverage:
     """What many estimates with n samples a prefix came to."""
 
     num_samples: int
     num_replicates: int
     covered: float  # share of published intervals that hold the truth
+    covered_with_known_partition: float  # the same where log Z need not be estimated
     lower_bias: float  # mean of log lower perplexity - log true one of the same prefixes
     upper_bias: float
-    flagged: float  # share of estimates with at least one flag
-    flagged_when_missed: float | None  # of those that miss the truth; None if none does
+    warnings: dict[str, Warned]  # by the kind of flag, and "any"
     effective_sample_size: float
     share_past_pareto_k: float
+
+
+def _share(given: Sequence[bool], covered: Sequence[bool], wanted: bool) -> float | None:
+    """How many of the estimates that did, or did not, hold the truth."""
+    chosen = [one for one, hit in zip(given, covered, strict=True) if hit == wanted]
+    return float(np.mean(chosen)) if chosen else None
 
 
 def true_perplexity(prefixes: Sequence[ExactPrefix]) -> float:
@@ -100,7 +116,7 @@ def coverage(
     for number, prefix in enumerate(prefixes):
         by_document.setdefault(prefix.document, []).append(number)
     documents = list(by_document.values())
-    covered, flagged, rows = [], [], []
+    covered, covered_exactly, raised, rows = [], [], [], []
     lower_bias, upper_bias = [], []
     for replicate in range(num_replicates):
         draw = generator(seed, "coverage", num_samples, replicate)
@@ -119,27 +135,37 @@ def coverage(
             # A document that was drawn twice is two documents, as it would be of a population.
             np.repeat(np.arange(num_documents), [len(group) for group in chosen]),
         )
-        row = joint_perplexity(
-            known,
-            summaries,
-            num_resamples=num_resamples,
-            seed=derive_seed(seed, "coverage_bootstrap", replicate),
+        options = {
+            "num_resamples": num_resamples,
+            "seed": derive_seed(seed, "coverage_bootstrap", replicate),
+        }
+        row = joint_perplexity(known, summaries, **options)
+        exact = bootstrap_perplexity(
+            [prefix.log_prob for prefix in drawn], known.num_tokens_P, known.document_P, **options
         )
         rows.append(row)
         covered.append(row.published.low <= truth <= row.published.high)
-        flagged.append(bool(flags(row, perplexity(known.lm_log_prob_P, known.num_tokens_P))))
+        covered_exactly.append(exact.low <= truth <= exact.high)
+        base = perplexity(known.lm_log_prob_P, known.num_tokens_P)
+        raised.append({flag.partition(":")[0] for flag in flags(row, base)})
         own_truth = np.log(true_perplexity(drawn))
         lower_bias.append(np.log(row.lower) - own_truth)
         upper_bias.append(np.log(row.upper) - own_truth)
-    missed = [flag for flag, hit in zip(flagged, covered, strict=True) if not hit]
+    warned = {
+        ANY: [bool(kinds) for kinds in raised],
+        **{kind: [kind in kinds for kinds in raised] for kind in KINDS},
+    }
     return Coverage(
         num_samples,
         num_replicates,
         float(np.mean(covered)),
+        float(np.mean(covered_exactly)),
         float(np.mean(lower_bias)),
         float(np.mean(upper_bias)),
-        float(np.mean(flagged)),
-        float(np.mean(missed)) if missed else None,
+        {
+            kind: Warned(_share(given, covered, True), _share(given, covered, False))
+            for kind, given in warned.items()
+        },
         float(np.mean([row.effective_sample_size for row in rows])),
         float(np.mean([row.share_past_pareto_k for row in rows])),
     )

@@ -11,6 +11,9 @@ _MANY = 0.1
 _STILL_MOVING = 0.25  # of the gain, between n/4 and n, or between the bounds
 _FEW_EFFECTIVE = 0.02  # of n
 
+# What a flag's sentence begins with, up to its colon.
+KINDS = ("still moving", "wide", "heavy weights", "few effective samples", "out of reach")
+
 
 def flags(joint: JointPerplexity, base: float) -> list[str]:
     """Sentences for a person; empty when nothing looks wrong."""

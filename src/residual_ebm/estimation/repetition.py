@@ -7,12 +7,10 @@ Two percentages of n-grams, both over token ids, of n-grams that lie within one 
 
 An n-gram that occurs three times counts once among the different ones, not never: this is no count
 of n-grams that occur exactly once. The first share falls as passages are added, so sets are only to
-be compared at equal numbers of passages of equal length; the second one does not depend on the
-number.
+be compared at equal numbers of n-grams; the second one does not depend on the number of passages.
 """
 
 from collections.abc import Sequence
-from typing import NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
@@ -20,26 +18,39 @@ from numpy.typing import NDArray
 from residual_ebm.errors import UserError
 
 Ids = NDArray[np.int64]
+Floats = NDArray[np.float64]
 
 
-class UniqueShares(NamedTuple):
-    """Shares of different n-grams, between 0 and 1."""
-
-    among: float
-    within: float
+def count_ngrams(passages: Sequence[Ids], order: int) -> int:
+    """How many n-grams some passages of token ids have, repeated ones and all."""
+    return sum(map(len, _windows(passages, order)))
 
 
-def unique_ngrams(passages: Sequence[Ids], order: int) -> UniqueShares:
-    """Of passages of token ids; those shorter than an n-gram have none and are passed over."""
+def unique_among(passages: Sequence[Ids], order: int, most: int | None = None) -> float:
+    """The share of different n-grams among all; of the first `most` n-grams, to compare sets whose
+    passages end at different lengths."""
+    every = np.concatenate(_windows(passages, order))[:most]
+    if len(every) == 0:
+        raise UserError("order", order, "no passage is that long")
+    return len(np.unique(every, axis=0)) / len(every)
+
+
+def unique_within(passages: Sequence[Ids], order: int) -> Floats:
+    """The share of different n-grams within each passage; NaN for one that has no n-gram."""
+    return np.array(
+        [
+            len(np.unique(part, axis=0)) / len(part) if len(part) else np.nan
+            for part in _windows(passages, order)
+        ]
+    )
+
+
+def _windows(passages: Sequence[Ids], order: int) -> list[Ids]:
     if order < 1:
         raise UserError("order", order, "an n-gram has at least 1 token")
-    windows = [
+    return [
         np.lib.stride_tricks.sliding_window_view(np.asarray(ids), order)
-        for ids in passages
         if len(ids) >= order
+        else np.empty((0, order), dtype=np.int64)
+        for ids in passages
     ]
-    if not windows:
-        raise UserError("order", order, "no passage is that long")
-    shares = [len(np.unique(part, axis=0)) / len(part) for part in windows]
-    every = np.concatenate(windows)
-    return UniqueShares(len(np.unique(every, axis=0)) / len(every), float(np.mean(shares)))

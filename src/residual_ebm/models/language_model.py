@@ -117,6 +117,13 @@ class LanguageModel:
         return log_prob_BC * continuation_mask(ids_BT, prefix_length, length_B).to(self.device)
 
     @torch.inference_mode()
+    def next_log_prob(self, context_L: Tensor) -> Tensor:
+        """log P_LM of every token of the vocabulary after a context, float64."""
+        any_token = context_L[-1:]  # what follows is not read
+        _, logits_11V = self._forward(torch.cat([context_L, any_token])[None], len(context_L))
+        return logits_11V[0, 0].float().log_softmax(-1).double().cpu()
+
+    @torch.inference_mode()
     def features(
         self, ids_BT: Tensor, prefix_length: int, layers: Sequence[int] = ()
     ) -> TokenFeatures:

@@ -69,11 +69,12 @@ def next_tokens(
         raise UserError("num_samples", num_samples, "a spread needs at least 2 samples")
     context_L = torch.cat([prefix_ids, given_ids])
     num_candidates = min(num_candidates, joint.language_model.vocabulary_size)
-    log_prob_V = _next_log_prob(joint, context_L)
+    log_prob_V = joint.language_model.next_log_prob(context_L)
     lm_log_prob_G, token_G = log_prob_V.topk(num_candidates)
     context_GL = torch.cat([context_L.expand(num_candidates, -1), token_G[:, None]], dim=1)
     if left == 0:
-        log_a_G = log_weight(joint.energy(context_GL)).cpu()
+        energy_G = joint.energy_model.energy(context_GL, prefix_length=len(prefix_ids))
+        log_a_G = log_weight(energy_G).cpu()
         return NextTokens(token_G, lm_log_prob_G, log_a_G, torch.zeros_like(log_a_G))
     weights = []
     at_once = max(1, _ROWS_AT_ONCE // num_candidates)
@@ -89,13 +90,6 @@ def next_tokens(
         log_partition_bounds(log_weight_GS).lower,
         log_partition_error(log_weight_GS),
     )
-
-
-def _next_log_prob(joint: JointModel, context_L: Tensor) -> Tensor:
-    """log P_LM of every token after a context."""
-    model = joint.language_model.model
-    logits_1V = model(context_L[None].to(model.device), use_cache=False).logits[:, -1]
-    return logits_1V[0].float().log_softmax(-1).double().cpu()
 
 
 def _completed(

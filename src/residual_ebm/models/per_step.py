@@ -17,13 +17,12 @@ import torch
 from torch import Tensor
 
 from residual_ebm.errors import UserError
-from residual_ebm.estimation.importance import log_weight
+from residual_ebm.estimation.importance import effective_sample_size, log_weight, pareto_k
 from residual_ebm.estimation.partition import log_partition_error
 from residual_ebm.models.joint import JointModel
 from residual_ebm.randomness import derive_seed
 
 _NORMAL_95 = 1.959964  # standard errors on each side of a 95 % interval
-_BLOCKS_AT_ONCE = 512
 
 
 @dataclass(frozen=True)
@@ -34,6 +33,9 @@ class StepChain:
     upper_S: Tensor
     error_S: Tensor
     lm_log_prob_C: Tensor
+    # Of the C links that are estimated: all but the last.
+    effective_sample_size_C: Tensor
+    pareto_k_C: Tensor
 
     def log_prob_bounds(self) -> tuple[Tensor, Tensor]:
         """Bounds of log P(x_t | x_<t): lower numerator over upper denominator, and the reverse."""
@@ -48,6 +50,10 @@ class StepChain:
         margin_C = _NORMAL_95 * (self.error_S[1:].square() + self.error_S[:-1].square()).sqrt()
         return lower_C - margin_C, upper_C + margin_C
 
+    def last_step_from(self, log_a: float) -> float:
+        """log P(x_T | x_<T) with another value of log A_(T-1), e.g. the exact one."""
+        return float(self.lm_log_prob_C[-1] + self.lower_S[-1]) - log_a
+
 
 def step_chain(joint: JointModel, ids_T: Tensor, num_samples: int, *, seed: int) -> StepChain:
     """The chain of one block without padding; `num_samples` completions for each link."""
@@ -61,7 +67,7 @@ def step_chain(joint: JointModel, ids_T: Tensor, num_samples: int, *, seed: int)
             f"{len(ids_T)} tokens",
             f"a chain needs a whole block: {horizon} tokens, or an end after the first {start}",
         )
-    lower, upper, error = [], [], []
+    lower, upper, error, effective, heaviness = [], [], [], [], []
     for length in range(start, len(ids_T)):
         scored = joint.propose(
             ids_T[:length],
@@ -73,6 +79,8 @@ def step_chain(joint: JointModel, ids_T: Tensor, num_samples: int, *, seed: int)
         lower.append(float(bounds.lower))
         upper.append(float(bounds.upper))
         error.append(float(log_partition_error(scored.log_weight_N)))
+        effective.append(float(effective_sample_size(scored.log_weight_N)))
+        heaviness.append(pareto_k(scored.log_weight_N))
     # Padded to the horizon, as every block of a batch is.
     padding = torch.full((horizon - len(ids_T),), joint.language_model.end_of_text)
     block_1T = torch.cat([ids_T, padding])[None]
@@ -84,11 +92,13 @@ def step_chain(joint: JointModel, ids_T: Tensor, num_samples: int, *, seed: int)
         torch.tensor([*upper, last], dtype=torch.float64),
         torch.tensor([*error, 0.0], dtype=torch.float64),
         log_prob_1C[0, : len(ids_T) - start],
+        torch.tensor(effective, dtype=torch.float64),
+        torch.tensor(heaviness, dtype=torch.float64),
     )
 
 
-def exact_last_step(joint: JointModel, ids_T: Tensor) -> float:
-    """log P(x_T | x_<T) of a block that fills the horizon, by enumeration of the vocabulary."""
+def exact_last_link(joint: JointModel, ids_T: Tensor) -> float:
+    """log A_(T-1) of a block that fills the horizon, by enumeration of the vocabulary."""
     horizon = joint.block.length
     if len(ids_T) != horizon:
         raise UserError(
@@ -97,12 +107,5 @@ def exact_last_step(joint: JointModel, ids_T: Tensor) -> float:
     vocabulary = joint.language_model.vocabulary_size
     ids_VT = ids_T.expand(vocabulary, -1).clone()
     ids_VT[:, -1] = torch.arange(vocabulary)
-    log_prob_V = torch.cat(
-        [
-            joint.language_model.log_prob(part_BT, horizon - 1)[:, 0].double().cpu()
-            for part_BT in ids_VT.split(_BLOCKS_AT_ONCE)
-        ]
-    )
-    energy_V = joint.energy_model.energy(ids_VT, batch_size=_BLOCKS_AT_ONCE)
-    log_joint_V = log_prob_V + log_weight(energy_V).cpu()
-    return float(log_joint_V[ids_T[-1]] - log_joint_V.logsumexp(0))
+    log_prob_V = joint.language_model.next_log_prob(ids_T[:-1])
+    return float((log_prob_V + log_weight(joint.energy(ids_VT)).cpu()).logsumexp(0))

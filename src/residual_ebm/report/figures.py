@@ -4,6 +4,8 @@ Every figure is drawn from `results.json` and `analysis.json` alone.
 """
 
 import functools
+import math
+import textwrap
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Any
@@ -24,12 +26,17 @@ class RunFigure:
     name: str
     title: str
     caption: str
+    made_of: str  # prefixes, samples, seed
     draw: Callable[[Axes], None]
 
-    def chart(self) -> Figure:
+    def chart(self, *, alone: bool = False) -> Figure:
+        """With its title and what it was made of, where it stands alone."""
         with style():
             figure, axes = new_chart()
             self.draw(axes)
+            if alone:
+                axes.set_title(self.title)
+                figure.supxlabel(textwrap.fill(self.made_of, 90), fontsize=7)
         return figure
 
 
@@ -62,9 +69,12 @@ class Made:
         self._analysis = analysis
         self._energies: dict[str, dict[str, Any]] = analysis["energies"]
         self._best = str(results["best_energy"])
+        counts = f"{analysis['num_prefixes']} test prefixes"
         self._made_of = (
-            f"{analysis['num_prefixes']} test prefixes, n = {analysis['num_samples']} proposals"
-            f" a prefix, seed {analysis['seed']}."
+            f"{counts}, n = {analysis['num_samples']} proposals a prefix, seed {analysis['seed']}."
+        )
+        self._detected = (
+            f"{counts}, n = {analysis['num_detected']} proposals a prefix, seed {analysis['seed']}."
         )
 
     def bounds(self) -> Iterator[RunFigure]:
@@ -75,7 +85,8 @@ class Made:
             "Does the number of samples suffice?",
             "Lower and upper bound of the joint perplexity from fewer samples, on disjoint subsets"
             " of the same ones. A band that has met and lies flat no longer depends on n; one that"
-            f" still rises flatters. {self._made_of}",
+            " still rises flatters.",
+            self._made_of,
             functools.partial(
                 _draw_bounds,
                 bounds={name: entry["bounds"] for name, entry in self._energies.items()},
@@ -88,7 +99,8 @@ class Made:
             yield RunFigure(
                 "bounds-deep",
                 "Where do the bounds go with many more samples?",
-                f"The same for the first {first['num_prefixes']} of these prefixes, with up to"
+                "The same for a few of these prefixes, chosen by seed.",
+                f"{first['num_prefixes']} test prefixes, up to"
                 f" n = {first['bounds'][-1]['num_samples']} proposals a prefix, seed"
                 f" {self._analysis['seed']}.",
                 functools.partial(
@@ -113,9 +125,11 @@ class Made:
             yield RunFigure(
                 f"repetition-{kind}",
                 title,
-                f"{share} different n-grams of tokens. One passage a prefix in every set; of base"
-                f" and joint {self._best} samples the mean of {self._analysis['num_draws']} sets,"
-                f" with their standard deviation. {self._made_of}",
+                f"{share} different n-grams of tokens, at equal numbers of n-grams. One passage a"
+                f" prefix in every set; of base and joint {self._best} samples the mean of"
+                f" {self._analysis['num_draws']} sets, with their standard deviation; joint samples"
+                f" are chosen from {self._analysis['num_resampled_from']} proposals each.",
+                self._made_of,
                 functools.partial(_draw_repetition, rows=rows, kind=kind),
             )
 
@@ -143,13 +157,14 @@ class Made:
             f"density-{model}",
             f"Are samples of {own} as likely as real text?",
             f"Densities of log-probs under {own}. Mean of samples minus mean of real text:"
-            f" {found['difference']:+.2f} nats (95 % {shown}); 0 would be a perfect model. "
+            f" {found['difference']:+.2f} nats (95 % {shown}). A perfect model would give 0; 0"
+            " alone proves nothing."
             + (
-                "Joint samples come from one half of the proposals, Z from the other. "
+                " Joint samples come from one half of the proposals, Z from the other."
                 if model == "joint"
                 else ""
-            )
-            + f"{self._analysis['num_draws']} samples a prefix; {self._made_of}",
+            ),
+            f"{self._analysis['num_draws']} samples a prefix; {self._made_of}",
             draw,
         )
 
@@ -157,7 +172,8 @@ class Made:
         def draw(axes: Axes) -> None:
             for colour, (name, entry) in zip(_colours(), self._energies.items(), strict=False):
                 curve = entry["detector"]["roc"]
-                label = f"{name}, AUC {entry['detector']['auc']:.3f}"
+                detector = entry["detector"]
+                label = f"{name}, AUC {detector['auc']:.3f}, accuracy {detector['accuracy']:.1%}"
                 axes.plot(
                     curve["false_positive"], curve["true_positive"], color=colour, label=label
                 )
@@ -170,7 +186,8 @@ class Made:
             "roc",
             "Can the energy tell real text from samples?",
             "ROC curve of each energy on test text; AUC is the chance that a real passage has the"
-            f" lower energy of two. {self._made_of}",
+            " lower energy of two.",
+            self._detected,
             draw,
         )
 
@@ -189,7 +206,8 @@ class Made:
             "calibration",
             "Do the energy's odds come true?",
             "An energy is a log-odds: where it says 70 %, 70 % should be real (the dotted line)."
-            f" Both classes weigh the same. {self._made_of}",
+            " Both classes weigh the same.",
+            self._detected,
             draw,
         )
 
@@ -206,7 +224,8 @@ class Made:
             "ranks",
             "Where is the real text among its proposals?",
             f"By the energy {self._best}. Piled up at 0: real text looks more real than nearly all"
-            f" proposals; even (the dotted line): the energy cannot tell. {self._made_of}",
+            " proposals; even (the dotted line): the energy cannot tell.",
+            self._made_of,
             draw,
         )
 
@@ -235,13 +254,17 @@ def _per_step(steps: dict[str, Any], seed: int) -> RunFigure:
 
     def draw(axes: Axes) -> None:
         place = [row["position"] for row in rows]
-        gains = {
-            side: [100 * (1 - row[side] / row["base"]) for row in rows]
-            for side in ("lower", "upper")
-        }
-        axes.fill_between(place, gains["upper"], gains["lower"], color=JOINT, alpha=0.3)
-        axes.plot(place, gains["upper"], color=JOINT, label="by the upper perplexity")
-        axes.plot(place, gains["lower"], color=JOINT, linewidth=0.8, label="by the lower one")
+        known = [row for row in rows if row["gain_interval"]["low"] is not None]
+        low, high = (
+            [_gained(row["gain_interval"][side]) for row in known] for side in ("low", "high")
+        )
+        label = "95 % over documents"
+        axes.fill_between(
+            [row["position"] for row in known], low, high, color=JOINT, alpha=0.2, label=label
+        )
+        for side, width in (("upper", 1.5), ("lower", 0.8)):
+            gains = [100 * (1 - row[side] / row["base"]) for row in rows]
+            axes.plot(place, gains, color=JOINT, linewidth=width, label=f"by the {side} perplexity")
         if last is not None:
             gain = 100 * (1 - last["exact_perplexity"] / last["base_perplexity"])
             axes.plot(place[-1], gain, "*", color=BASE, markersize=11, label="last, enumerated")
@@ -257,14 +280,24 @@ def _per_step(steps: dict[str, Any], seed: int) -> RunFigure:
             f" {last['inside']} of {last['num_prefixes']} prefixes; estimate minus exact"
             f" {last['mean_error']:+.4f} nats on average."
         )
+    diagnostics = steps["diagnostics"]
     return RunFigure(
         "per-step",
         "Which positions gain?",
         f"Perplexity of joint {steps['energy']} at each position, relative to its language model"
-        f" (Figure 1 of the paper).{checked} {steps['num_prefixes']} test prefixes,"
-        f" n = {steps['num_samples']} completions a position, seed {seed}.",
+        f" (Figure 1 of the paper).{checked} Effective sample size of the estimates"
+        f" {diagnostics['effective_sample_size']:.0f} on average and"
+        f" {diagnostics['least_effective_sample_size']:.0f} at least; k-hat past its threshold for"
+        f" {diagnostics['share_past_pareto_k']:.0%}.",
+        f"{steps['num_prefixes']} test prefixes, n = {steps['num_samples']} completions a"
+        f" position, seed {seed}.",
         draw,
     )
+
+
+def _gained(nats: float) -> float:
+    """Per cent of perplexity."""
+    return 100 * (1 - math.exp(-nats))
 
 
 def _coverage(found: dict[str, Any], seed: int) -> list[RunFigure]:
@@ -277,38 +310,69 @@ def _coverage(found: dict[str, Any], seed: int) -> list[RunFigure]:
         f" with {found['num_continuations']} continuations, seed {seed}."
     )
 
-    def draw(axes: Axes, key: str) -> None:
+    def draw(axes: Axes, value: Callable[[dict[str, Any]], float | None]) -> None:
         for colour, (scale, rows) in zip(_colours(), by_scale.items(), strict=False):
-            points = [(row["num_samples"], row[key]) for row in rows]
-            plot_curve(axes, points, f"energy x {scale:g}", color=colour)
+            values = [(row["num_samples"], value(row)) for row in rows]
+            points = [(count, share) for count, share in values if share is not None]
+            if points:
+                plot_curve(axes, points, f"energy x {scale:g}", color=colour)
         axes.set_xscale("log", base=2)
         axes.xaxis.set_major_formatter(ScalarFormatter())
-        axes.set_ylim(-0.03, 1.03)
         axes.set_xlabel("samples a prefix")
         axes.legend()
 
     def draw_covered(axes: Axes) -> None:
-        draw(axes, "covered")
+        draw(axes, lambda row: float(row["covered"]))
+        known = sum(row["covered_with_known_partition"] for row in found["rows"])
         axes.axhline(0.95, **_GUIDE)
+        axes.axhline(known / len(found["rows"]), color=REAL, linestyle="--", linewidth=1)
+        axes.set_ylim(-0.03, 1.03)
         axes.set_ylabel("intervals that hold the truth")
 
-    def draw_flagged(axes: Axes) -> None:
-        draw(axes, "flagged")
-        axes.set_ylabel("estimates with a flag")
+    def draw_bias(axes: Axes) -> None:
+        draw(axes, lambda row: float(row["upper_bias"]))
+        axes.axhline(0, **_GUIDE)
+        axes.set_ylabel("log upper perplexity minus log truth")
 
+    def draw_warned(axes: Axes, kind: str) -> None:
+        draw(axes, lambda row: row["warnings"][kind]["when_missed"])
+        axes.set_ylim(-0.03, 1.03)
+        axes.set_ylabel("of misses, flagged")
+
+    warned = {
+        "heavy weights": ("warnings-k-hat", "Does k-hat warn of a miss?"),
+        "few effective samples": ("warnings-ess", "Does the effective sample size warn?"),
+        "any": ("warnings", "Does any flag warn?"),
+    }
     return [
         RunFigure(
             "coverage",
             "Does the published interval hold the truth?",
             "Share of published 95 % intervals (dotted: 95 %) that hold the true perplexity of the"
-            f" joint model, which is summed over all continuations. {made_of}",
+            " joint model, which is summed over all continuations. Dashed: intervals of the same"
+            " documents with log Z known, so what is missing there is the bootstrap's own.",
+            made_of,
             draw_covered,
         ),
         RunFigure(
-            "warnings",
-            "Do the flags warn?",
-            f"Share of the same estimates that raise at least one flag. {made_of}",
-            draw_flagged,
+            "bias",
+            "How far is the upper bound from the truth?",
+            "Mean over estimates, on the same documents. Below 0 the upper bound lies below the"
+            " true perplexity: too few samples flatter even it.",
+            made_of,
+            draw_bias,
+        ),
+        *(
+            RunFigure(
+                name,
+                title,
+                f"Of the estimates whose interval misses the truth, the share with"
+                f" {'a flag' if kind == 'any' else f'the flag {kind!r}'}; no point where none"
+                " misses.",
+                made_of,
+                functools.partial(draw_warned, kind=kind),
+            )
+            for kind, (name, title) in warned.items()
         ),
     ]
 
@@ -355,8 +419,8 @@ def _curves(results: dict[str, Any]) -> Iterator[RunFigure]:
         yield RunFigure(
             f"curves-{name}",
             title,
-            "Validation loss by training step; the weights with the lowest are kept."
-            f"{log_four} Seed {results['seed']}.",
+            f"Validation loss by training step; the weights with the lowest are kept.{log_four}",
+            f"Seed {results['seed']}.",
             draw,
         )
 

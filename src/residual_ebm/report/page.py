@@ -88,7 +88,13 @@ def html_report(runs: list[Run]) -> str:
     )
     views = [_view(run, f"run-{number}") for number, run in enumerate(runs, start=1)]
     title = " and ".join(run.name for run in runs) + ": residual energy-based model"
-    return template.render(title=title, runs=views, words=WORDS) + "\n"
+    fixed = {
+        "words": WORDS,
+        "summary_headings": SUMMARY_HEADINGS,
+        "comparable": COMPARABLE,
+        "detection_headings": DETECTION_HEADINGS,
+    }
+    return template.render(title=title, runs=views, **fixed) + "\n"
 
 
 def _view(run: Run, identity: str) -> dict[str, Any]:
@@ -98,11 +104,13 @@ def _view(run: Run, identity: str) -> dict[str, Any]:
         "name": run.name,
         "description": f"{results['resolved_recipe']['description']}. Text: {results['corpus']}.",
         "verdict": verdict(results),
-        "summary": _summary(results),
+        "summary": summary_cells(results),
+        "detection": detection_rows(results),
         "headings": HEADINGS,
         "rows": table_rows(results),
         "caption": caption_text(results),
         "notes": [*notes(results), *map(estimate_text, results["joint_models"])],
+        "has_energies": bool(results["joint_models"]),
         "flags": [
             {"row": row["name"], "text": flag}
             for row in results["joint_models"]
@@ -112,7 +120,7 @@ def _view(run: Run, identity: str) -> dict[str, Any]:
             {
                 "name": figure.name,
                 "title": figure.title,
-                "caption": figure.caption,
+                "caption": f"{figure.caption} {figure.made_of}",
                 "svg": _inline(image_of(figure.chart(), "svg")),
             }
             for figure in run.figures
@@ -120,24 +128,46 @@ def _view(run: Run, identity: str) -> dict[str, Any]:
         "gap": gap_of(run),
         "examples": _examples(results),
         "repeats": repeats_of(run),
-        "examples_note": (
-            f"Prefixes chosen by seed {results['seed']}, never by hand; samples by the energy"
-            f" {results['best_energy']}. Marked: words that the real text has not in that place."
-        ),
+        "examples_note": examples_note(results),
         "made": made_text(results),
         "timings": [(stage, time_text(seconds)) for stage, seconds in run.timings.items()],
         "recipe": yaml.safe_dump(results["resolved_recipe"], sort_keys=False, allow_unicode=True),
     }
 
 
-def _summary(results: dict[str, Any]) -> list[str]:
+SUMMARY_HEADINGS = (
+    "corpus",
+    "prefix + rest",
+    "test prefixes",
+    "n",
+    "seed",
+    "best energy",
+    "language model",
+    "joint",
+    "minus base",
+    "flags",
+)
+COMPARABLE = (
+    "Perplexities can only be compared where corpus, tokenizer, prefix and rest are the same."
+)
+
+
+def summary_cells(results: dict[str, Any]) -> list[str]:
     row = best_row(results)
+    prefix = results["prefix_length"]
+    made_of = [
+        results["corpus"],
+        f"{prefix} + {results['block_length'] - prefix}",
+        str(results["num_prefixes"]["test"]),
+        str(results["num_samples"]),
+        str(results["seed"]),
+    ]
     if row is None:
         first = results["language_models"][0]
         shown = f"{first['name']} {number_text(first['test']['value'])}"
-        return [results["corpus"], "", shown, "", "", ""]
+        return [*made_of, "", shown, "", "", ""]
     return [
-        results["corpus"],
+        *made_of,
         row["energy"],
         f"{row['language_model']} {number_text(base_perplexity(results, row))}",
         bounds_text(row["test"]),
@@ -153,12 +183,16 @@ def _inline(svg: bytes) -> str:
 
 
 def gap_of(run: Run) -> dict[str, Any] | None:
-    """How far the language model is from the text, and the passages that show it."""
+    """How far the language model is from the text, and the passages that show it; also those where
+    the joint model does worst, with what both models wrote there."""
     row = best_row(run.results)
     if row is None:
         return None
     best, test = row["energy"], row["test"]
     sentence = gap_text(row["language_model"], best, test["gap"], test["gap_interval"])
+    counts = (
+        f"{run.results['num_prefixes']['test']} test passages, n = {run.results['num_samples']}."
+    )
     titles = {
         "largest_gap": "Passages that the joint model gains most on",
         "smallest_gap": "Passages where the joint model does worst",
@@ -172,35 +206,62 @@ def gap_of(run: Run) -> dict[str, Any] | None:
                     "prefix": tail_text(passage["prefix"]),
                     "continuation": one_line(passage["continuation"]),
                     "gap": f"{passage['gap']:+.2f} nats; log P_LM {passage['lm_log_prob']:.1f}",
+                    "written": [
+                        (model, one_line(passage[model]))
+                        for model in ("base", "joint")
+                        if model in passage
+                    ],
                 }
                 for passage in found
             ],
         }
         for which, found in passages.items()
     ]
-    return {"sentence": sentence, "groups": groups}
+    return {"sentence": f"{sentence} {counts}", "flags": test["flags"], "groups": groups}
 
 
-def repeats_of(run: Run) -> list[dict[str, Any]]:
+def repeats_of(run: Run) -> dict[str, Any] | None:
     """Contexts in which the language model repeats itself, and both models' next tokens."""
-    entries = ((run.analysis or {}).get("per_step") or {}).get("repeats", [])
-    return [
-        {
-            "context": tail_text(entry["context"]),
-            "repeated": entry["repeated"],
-            "columns": [
-                (
-                    label,
-                    [
-                        (one["token"], f"{one['probability']:.2f}")
-                        for one in entry[f"best_{model}"][:_SHOWN_TOKENS]
-                    ],
-                )
-                for model, label in (("base", "language model"), ("joint", "joint"))
-            ],
-        }
-        for entry in entries
-    ]
+    steps = (run.analysis or {}).get("per_step") or {}
+    entries = steps.get("repeats")
+    if not entries:
+        return None
+    known = [entry for entry in entries if entry["base"] is not None]
+    rarer = sum(entry["joint"] < entry["base"] for entry in known)
+    return {
+        "sentence": (
+            "Contexts, chosen by seed, in which a sample of the language model says again three"
+            " tokens that the text has said. Of the"
+            f" {len(known)} whose repeated token is among the language model's 128 likeliest, the"
+            f" joint model {steps['energy']} makes it less likely in {rarer}"
+            f" ({steps['num_samples']} completions of each candidate). Shown: the likeliest next"
+            " tokens of both models, normalised among the ten best of each; marked: the repeated"
+            " one."
+        ),
+        "contexts": [_repeat(entry) for entry in entries],
+    }
+
+
+def _repeat(entry: dict[str, Any]) -> dict[str, Any]:
+    models = (("base", "language model"), ("joint", "joint"))
+    chances = ", ".join(
+        f"{label} {'?' if entry[model] is None else format(entry[model], '.3f')}"
+        for model, label in models
+    )
+    return {
+        "context": tail_text(entry["context"]),
+        "chances": f"Repeated: {entry['repeated']!r}; its probability: {chances}.",
+        "columns": [
+            (
+                label,
+                [
+                    (one["token"], one["is_repeated"], f"{one['probability']:.2f}")
+                    for one in entry[f"best_{model}"][:_SHOWN_TOKENS]
+                ],
+            )
+            for model, label in models
+        ],
+    }
 
 
 def _examples(results: dict[str, Any]) -> list[dict[str, Any]]:
@@ -215,6 +276,33 @@ def _examples(results: dict[str, Any]) -> list[dict[str, Any]]:
             samples.append({"role": label, "energy": energy, "pieces": pieces})
         examples.append({"prefix": tail_text(example["prefix"]), "samples": samples})
     return examples
+
+
+def examples_note(results: dict[str, Any]) -> str:
+    return (
+        f"Prefixes chosen by seed {results['seed']}, never by hand; samples by the energy"
+        f" {results['best_energy']}. Marked: words that the real text has not in that place."
+    )
+
+
+DETECTION_HEADINGS = ("energy", "text", "prefixes", "NCE loss", "accuracy", "AUC")
+
+
+def detection_rows(results: dict[str, Any]) -> list[list[str]]:
+    """How well each energy tells real text from samples: on what it learnt from, and on other."""
+    return [
+        [
+            row["energy"],
+            split,
+            str(found["num_prefixes"]),
+            f"{found['loss']:.3f}",
+            f"{found['accuracy']:.1%}",
+            f"{found['auc']:.3f}",
+        ]
+        for row in results["joint_models"]
+        if not row["scaled"]
+        for split, found in (row["training"].get("detection") or {}).items()
+    ]
 
 
 def made_text(results: dict[str, Any]) -> str:

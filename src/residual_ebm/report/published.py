@@ -1,25 +1,36 @@
-"""Results of long runs that come with the package, for the captions of shorter ones.
+"""Results of long runs that come with the package, for the docs and for captions of shorter ones.
 
-Each file is what `rebm results RUN --json` printed for a run of the recipe of that name.
+Each folder is named after the recipe that was run: `results.json` is what `rebm results RUN --json`
+printed, `analysis.json` the file of that name in the run.
 """
 
 import json
 from importlib import resources
-from typing import Any
+from typing import Any, NamedTuple
+
+
+class Published(NamedTuple):
+    results: dict[str, Any]
+    analysis: dict[str, Any] | None
 
 
 def published_names() -> list[str]:
     folder = resources.files("residual_ebm") / "published"
-    return sorted(file.name.removesuffix(".json") for file in folder.iterdir())
+    return sorted(entry.name for entry in folder.iterdir() if entry.is_dir())
 
 
-def read_published(name: str) -> dict[str, Any] | None:
-    """The published results of a recipe; None when there are none."""
-    file = resources.files("residual_ebm") / "published" / f"{name}.json"
+def read_published(name: str) -> Published | None:
+    """What is published of a recipe; None when nothing is."""
+    results = _read(name, "results")
+    return None if results is None else Published(results, _read(name, "analysis"))
+
+
+def _read(name: str, part: str) -> dict[str, Any] | None:
+    file = resources.files("residual_ebm") / "published" / name / f"{part}.json"
     if not file.is_file():
         return None
-    results: dict[str, Any] = json.loads(file.read_text(encoding="utf-8"))
-    return results
+    content: dict[str, Any] = json.loads(file.read_text(encoding="utf-8"))
+    return content
 
 
 def fine_tuning_curve(results: dict[str, Any]) -> list[tuple[int, float]]:

@@ -1,5 +1,6 @@
 """A report as files: the page, and its figures as images of their own."""
 
+import os
 from collections import Counter
 from dataclasses import replace
 from pathlib import Path
@@ -31,8 +32,9 @@ def write_report(
     written = [out]
     places = {}
     if figures is not None:
-        for run in runs:
-            places[run.name] = figures if len(runs) == 1 else figures / Path(run.name).name
+        for number, run in enumerate(runs, start=1):
+            own = f"{number}-{Path(run.name).name}"
+            places[run.name] = figures if len(runs) == 1 else figures / own
             written += _write_figures(run, places[run.name])
     if kind == "html":
         page = html_report(runs)
@@ -40,7 +42,7 @@ def write_report(
         start = out.parent.resolve()
         page = markdown_report(
             runs,
-            {name: _relative(place.resolve(), start) for name, place in places.items()},
+            {name: Path(os.path.relpath(place.resolve(), start)) for name, place in places.items()},
         )
     with disk_errors(out):
         out.parent.mkdir(parents=True, exist_ok=True)
@@ -50,6 +52,10 @@ def write_report(
 
 def _named_apart(folders: list[Path]) -> list[Run]:
     """Runs by the names of their folders, or by their paths where two have the same."""
+    resolved = [folder.resolve() for folder in folders]
+    for folder in folders:
+        if resolved.count(folder.resolve()) > 1:
+            raise UserError("run", str(folder), "is named twice; name each run once")
     runs = [read_run(folder) for folder in folders]
     count = Counter(run.name for run in runs)
     return [
@@ -58,16 +64,12 @@ def _named_apart(folders: list[Path]) -> list[Run]:
     ]
 
 
-def _relative(place: Path, start: Path) -> Path:
-    return place.relative_to(start) if place.is_relative_to(start) else place
-
-
 def _write_figures(run: Run, folder: Path) -> list[Path]:
     with disk_errors(folder):
         folder.mkdir(parents=True, exist_ok=True)
     written = []
     for figure in run.figures:
-        chart = figure.chart()
+        chart = figure.chart(alone=True)
         for kind in ("svg", "png"):
             path = folder / f"{figure.name}.{kind}"
             write_bytes(path, image_of(chart, kind))

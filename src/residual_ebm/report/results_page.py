@@ -1,6 +1,7 @@
 """docs/results.md: every published result as a page, made from the numbers alone.
 
-A published result is what `rebm results RUN --json` printed for a finished run.
+A published result is what `rebm results RUN --json` printed for a finished run, and the run's
+analysis.
 """
 
 import argparse
@@ -10,7 +11,8 @@ from typing import Any
 
 from residual_ebm.files.storage import write_bytes
 from residual_ebm.report.charts import CYCLE, image_of, new_chart, plot_curve, style
-from residual_ebm.report.published import published_names, read_published
+from residual_ebm.report.paper_figures import PaperFigure, paper_figures
+from residual_ebm.report.published import Published, published_names, read_published
 from residual_ebm.report.rows import (
     bounds_text,
     count_text,
@@ -33,12 +35,13 @@ _COLUMNS = (
 )
 
 
-def results_page(published: dict[str, dict[str, Any]]) -> str:
+def results_page(published: dict[str, Published]) -> str:
     lines = [
         "# Results",
         "",
-        "Made by `make docs` from `src/residual_ebm/published/`; each file there is what"
-        " `rebm results RUN --json` printed for a run of the recipe of that name.",
+        "Made by `make docs` from `src/residual_ebm/published/`; each folder there has what"
+        " `rebm results RUN --json` printed for a run of the recipe of that name, and the run's"
+        " `analysis.json`, which `rebm run` writes too.",
         "",
         "*Tokens read*: by the network of the row while it trained, not by what it started from, in"
         " tokens of the language model."
@@ -48,8 +51,8 @@ def results_page(published: dict[str, dict[str, Any]]) -> str:
         " model. *ESS*: effective sample size. *k-hat passes*: for so many prefixes the tail of the"
         " weights is light enough to trust the estimate.",
     ]
-    for name, results in published.items():
-        lines += ["", *_section(name, results)]
+    for name, (results, analysis) in published.items():
+        lines += ["", *_section(name, results), *_figures(name, results, analysis)]
     return "\n".join(lines) + "\n"
 
 
@@ -86,6 +89,24 @@ def _section(name: str, results: dict[str, Any]) -> list[str]:
         mean, spread = (number_text(test[f"log_partition_{of}"]) for of in ("mean", "spread"))
         lines += ["", f"- {row['name']}: {bounds}; log Z {mean} ± {spread} over prefixes.{flags}"]
     return lines + _trials(results)
+
+
+def _figures(name: str, results: dict[str, Any], analysis: dict[str, Any] | None) -> list[str]:
+    """The paper's figures, each with its caption and how it compares."""
+    made = paper_figures(results, analysis)
+    lines = []
+    if made:
+        lines += ["", f"### The paper's figures for {name}", ""]
+        lines.append(f"Made by `rebm run {name}`; drawn again by `rebm report runs/{name}`.")
+    for entry in made:
+        lines += ["", f"![{entry.figure.title}]({_figure_file(name, entry)})", ""]
+        figure = entry.figure
+        lines.append(f"**{entry.of_paper}.** {figure.caption} {figure.made_of} {entry.comparison}")
+    return lines
+
+
+def _figure_file(name: str, entry: PaperFigure) -> str:
+    return f"results-{name}-{entry.figure.name}.svg"
 
 
 def _times(timings: dict[str, float]) -> str:
@@ -192,12 +213,15 @@ def write_results_page(path: Path) -> None:
     """The page, with a chart beside it for each result."""
     published = {name: read_published(name) for name in published_names()}
     complete = {
-        name: results
-        for name, results in published.items()
-        if results is not None and "resolved_recipe" in results
+        name: one
+        for name, one in published.items()
+        if one is not None and "resolved_recipe" in one.results
     }
-    for name, results in complete.items():
+    for name, (results, analysis) in complete.items():
         write_bytes(path.with_name(f"results-{name}.svg"), curves(results))
+        for entry in paper_figures(results, analysis):
+            image = image_of(entry.figure.chart(alone=True), "svg")
+            write_bytes(path.with_name(_figure_file(name, entry)), image)
     write_bytes(path, results_page(complete).encode())
 
 

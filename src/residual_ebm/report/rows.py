@@ -57,11 +57,19 @@ def base_perplexity(results: dict[str, Any], row: dict[str, Any]) -> float:
 def gap_text(
     language_model: str, energy: str, gap: float, interval: dict[str, float | None]
 ) -> str:
-    shown = "?" if interval["low"] is None else f"{interval['low']:.3f} to {interval['high']:.3f}"
-    return (
-        f"{language_model} is at least {gap:.3f} nats a passage away from the test text"
-        f" (95 % interval {shown}), by the energy {energy}: a lower bound on KL(data || P_LM)."
-    )
+    """The estimate of a lower bound; it is called one only where its interval is above 0."""
+    low, high = interval["low"], interval["high"]
+    if low is None or high is None:
+        shown = f"estimate {gap:+.3f} nats a passage, its interval unknown: one document"
+        found = f"No gap between {language_model} and the test text that is certain ({shown})"
+    elif low <= 0:
+        shown = f"estimate {gap:+.3f} nats a passage, 95 % {low:+.3f} to {high:+.3f}"
+        found = f"No gap between {language_model} and the test text that is certain ({shown})"
+    else:
+        shown = f"estimate {gap:.3f}, 95 % {low:.3f} to {high:.3f}"
+        found = f"{language_model} is at least {low:.3f} nats a passage away from the test text"
+        found += f" ({shown})"
+    return f"{found}, by the energy {energy}: a lower bound on KL(data || P_LM), for large n."
 
 
 def _exact_cells(name: str, parameters: str, row: dict[str, Any]) -> list[str]:

@@ -1,7 +1,7 @@
 """What a run says, in words: the verdict, and texts with what is new in them marked."""
 
 import difflib
-from typing import Any, NamedTuple
+from typing import Any, Literal, NamedTuple
 
 from residual_ebm.report.rows import base_perplexity, best_row, bounds_text, number_text
 
@@ -11,7 +11,12 @@ class Piece(NamedTuple):
     is_marked: bool
 
 
-def verdict(results: dict[str, Any]) -> str:
+class Verdict(NamedTuple):
+    kind: Literal["gain", "doubt", "none"]
+    text: str
+
+
+def verdict(results: dict[str, Any]) -> Verdict:
     """One sentence that a reader may take home, with every reservation that the numbers have."""
     row = best_row(results)
     counts = f"{results['num_prefixes']['test']} test prefixes"
@@ -20,7 +25,7 @@ def verdict(results: dict[str, Any]) -> str:
             f"{row['name']} {number_text(row['test']['value'])}"
             for row in results["language_models"]
         )
-        return f"No energy was trained; perplexity on {counts}: {shown}."
+        return Verdict("none", f"No energy was trained; perplexity on {counts}: {shown}.")
     test, name = row["test"], row["language_model"]
     base = base_perplexity(results, row)
     difference = test["difference_from_base"]
@@ -30,18 +35,21 @@ def verdict(results: dict[str, Any]) -> str:
     )
     low, high = difference["low"], difference["high"]
     if test["upper"] is None or low is None or high is None:
-        return f"Undecided: {what}, but there are too few documents to say how certain that is."
+        words = "but there are too few documents to say how certain that is."
+        return Verdict("doubt", f"Undecided: {what}, {words}")
     interval = f"the 95 % interval of the difference is {low:+.2f} to {high:+.2f}"
     if high < 0:
         gain = f"{1 - test['upper'] / base:.1%}"
         if test["flags"]:
             count = len(test["flags"])
             warning = "a warning" if count == 1 else f"{count} warnings"
-            return f"A gain with {warning}: {what} ({gain} lower; {interval}); see the flags below."
-        return f"A gain: {what}, {gain} lower; {interval}, and no diagnostic objects."
+            words = f"{what} ({gain} lower; {interval}); see the flags below."
+            return Verdict("doubt", f"A gain with {warning}: {words}")
+        words = f"{what}, {gain} lower; {interval}, and no diagnostic objects."
+        return Verdict("gain", f"A gain: {words}")
     if low > 0:
-        return f"A loss: {what}; {interval}."
-    return f"No gain that is certain: {what}; {interval}, which holds 0."
+        return Verdict("doubt", f"A loss: {what}; {interval}.")
+    return Verdict("doubt", f"No gain that is certain: {what}; {interval}, which holds 0.")
 
 
 def compare_texts(text: str, reference: str) -> list[Piece]:

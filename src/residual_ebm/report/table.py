@@ -42,19 +42,20 @@ def _perplexity_table(results: dict[str, Any]) -> Table:
 def _print_fine_tuning(results: dict[str, Any], console: Console) -> None:
     """A reader's first question, answered from the published results of a longer run."""
     published = read_published(results["reference"]) if results.get("reference") else None
-    if published is None or published["corpus"] != results["corpus"]:
+    if published is None or published.results["corpus"] != results["corpus"]:
         return
+    long = published.results
     curve = ", ".join(
-        f"{number_text(value)} after {steps} steps" for steps, value in fine_tuning_curve(published)
+        f"{number_text(value)} after {steps} steps" for steps, value in fine_tuning_curve(long)
     )
     joint = ", ".join(
         f"{row['name']} {bounds_text(row['test'])}"
-        for row in published["joint_models"]
+        for row in long["joint_models"]
         if not row["scaled"]
     )
     console.print(
-        f"Would plain fine-tuning do as well? In the long recipe {published['recipe']}"
-        f" ({published['num_prefixes']['test']} test prefixes, n = {published['num_samples']}) the"
+        f"Would plain fine-tuning do as well? In the long recipe {long['recipe']}"
+        f" ({long['num_prefixes']['test']} test prefixes, n = {long['num_samples']}) the"
         f" adapted LM stands at {curve}; on top of the last of these, {joint}.",
         markup=False,
         highlight=False,

@@ -15,18 +15,19 @@ import numpy as np
 import torch
 
 from residual_ebm.config import Recipe
-from residual_ebm.estimation.bootstrap import perplexity
+from residual_ebm.estimation.bootstrap import Interval, bootstrap_mean, perplexity
 from residual_ebm.estimation.density import log_prob_densities
 from residual_ebm.estimation.detection import auc, calibration, rank_among, roc
 from residual_ebm.estimation.importance import energy_of, resample
 from residual_ebm.estimation.nce import nce_accuracy
 from residual_ebm.estimation.partition import bounds_on_disjoint_subsets, log_partition_bounds
-from residual_ebm.estimation.repetition import unique_ngrams
+from residual_ebm.estimation.repetition import count_ngrams, unique_among, unique_within
 from residual_ebm.files.log_weights import RealContinuations
 from residual_ebm.files.run_directory import RunDirectory
 from residual_ebm.files.samples import SampleRows, pick_rows
 from residual_ebm.files.source_commit import source_commit
 from residual_ebm.files.storage import write_json
+from residual_ebm.models.loading import load_tokenizer
 from residual_ebm.progress import QUIET, Progress
 from residual_ebm.randomness import derive_seed, uniform
 from residual_ebm.stages.calibrate import calibrate
@@ -36,12 +37,11 @@ from residual_ebm.stages.proposals import DEEP, evaluation_prefixes
 from residual_ebm.stages.step_analysis import analyse_steps
 
 SENTENCE = "Analysing: number of samples, repetition, densities, the energy as a detector"
-_FEWEST_SAMPLES = 8
 _NGRAM_ORDERS = (2, 3, 4)
 _DETECTED_SAMPLES = 200  # proposals of a prefix that the detector is tried on
 _PASSAGES = 3
 _QUANTILES = (0.01, 0.05, 0.25, 0.5, 0.75, 0.95, 0.99)
-_CURVE_POINTS = 101  # of a ROC curve, as it is kept
+_CURVE_POINTS = 51  # of a ROC curve, as it is kept, along each axis
 
 
 def run(recipe: Recipe, run_dir: RunDirectory, progress: Progress = QUIET) -> None:
@@ -56,6 +56,8 @@ def run(recipe: Recipe, run_dir: RunDirectory, progress: Progress = QUIET) -> No
         "num_prefixes": len(evaluation_prefixes(recipe, run_dir, "test")[1]),
         "num_samples": recipe.proposals.num_samples,
         "num_draws": num_draws(recipe),
+        "num_resampled_from": recipe.proposals.num_samples // 2,
+        "num_detected": min(_DETECTED_SAMPLES, recipe.proposals.num_samples),
         "energies": {
             entry.name: _of_energy(recipe, run_dir, entry.name) for entry in recipe.corrections
         },
@@ -77,38 +79,6 @@ def num_draws(recipe: Recipe) -> int:
     return min(recipe.evaluation.num_draws, recipe.proposals.num_samples // 2)
 
 
-def _of_energy(recipe: Recipe, run_dir: RunDirectory, energy: str) -> dict[str, Any]:
-    real, log_weights = read_scored(run_dir, energy, "test")
-    drawn = _draw(recipe, run_dir, energy, real, log_weights)
-    return {
-        "language_model": recipe.corrected_by(energy),
-        "bounds": _bounds_by_samples(real, log_weights),
-        "deep": _deep(recipe, run_dir, energy),
-        "repetition": _repetition(recipe, run_dir, drawn),
-        "density": _densities(recipe, real, drawn),
-        "detector": _detector(real, log_weights),
-        "weights": _weights(log_weights),
-        "passages": _passages(recipe, run_dir, real, log_weights),
-    }
-
-
-def _passages(
-    recipe: Recipe,
-    run_dir: RunDirectory,
-    real: RealContinuations,
-    log_weights: list[np.ndarray],
-) -> dict[str, Any]:
-    """Where the energy finds most that the LM misses, and where the joint model does worst."""
-    gap_P = passage_gaps(real, log_weights)
-    order_P = by_gap(gap_P)
-    count = min(_PASSAGES, len(order_P))
-    numbers = {"largest_gap": order_P[:count], "smallest_gap": order_P[::-1][:count]}
-    return {
-        which: passages_of(recipe, run_dir, real, gap_P, chosen)
-        for which, chosen in numbers.items()
-    }
-
-
 @dataclass(frozen=True)
 class _Drawn:
     """D samples of the base LM and of the joint model for each of P prefixes, prefix by prefix."""
@@ -117,6 +87,44 @@ class _Drawn:
     joint: SampleRows
     joint_log_weight_PD: np.ndarray
     log_partition_P: np.ndarray  # from proposals that were not resampled
+
+
+def _of_energy(recipe: Recipe, run_dir: RunDirectory, energy: str) -> dict[str, Any]:
+    real, log_weights = read_scored(run_dir, energy, "test")
+    drawn = _draw(recipe, run_dir, energy, real, log_weights)
+    return {
+        "language_model": recipe.corrected_by(energy),
+        "bounds": _bounds_by_samples(real, log_weights),
+        "deep": _deep(recipe, run_dir, energy),
+        "repetition": _repetition(recipe, run_dir, real, drawn),
+        "density": _densities(recipe, real, drawn),
+        "detector": _detector(real, log_weights),
+        "weights": _weights(log_weights),
+        "passages": _passages(recipe, run_dir, real, log_weights, drawn),
+    }
+
+
+def _passages(
+    recipe: Recipe,
+    run_dir: RunDirectory,
+    real: RealContinuations,
+    log_weights: list[np.ndarray],
+    drawn: _Drawn,
+) -> dict[str, Any]:
+    """Where the energy finds most that the LM misses, and where the joint model does worst; with
+    what each model wrote there, the first draw of each."""
+    gap_P = passage_gaps(real, log_weights)
+    order_P = by_gap(gap_P)
+    count = min(_PASSAGES, len(order_P))
+    numbers = {"largest_gap": order_P[:count], "smallest_gap": order_P[::-1][:count]}
+    tokenizer = load_tokenizer(str(run_dir.blocks / "tokenizer"), "tokenizer")
+    found: dict[str, Any] = {}
+    for which, chosen in numbers.items():
+        found[which] = passages_of(recipe, run_dir, real, gap_P, chosen)
+        for passage, prefix in zip(found[which], chosen.tolist(), strict=True):
+            for model, sets in (("base", _sets(drawn.base)), ("joint", _sets(drawn.joint))):
+                passage[model] = tokenizer.decode(sets[0][prefix])
+    return found
 
 
 def _draw(
@@ -200,8 +208,11 @@ def _weights(log_weights: list[np.ndarray]) -> dict[str, Any]:
     }
 
 
-def _repetition(recipe: Recipe, run_dir: RunDirectory, drawn: _Drawn) -> list[dict[str, Any]]:
-    """Unique n-grams of sets with one passage a prefix; of samples, mean and spread over sets."""
+def _repetition(
+    recipe: Recipe, run_dir: RunDirectory, real: RealContinuations, drawn: _Drawn
+) -> list[dict[str, Any]]:
+    """Unique n-grams of sets with one passage a prefix, at equal numbers of n-grams; of samples,
+    mean and spread over sets. Differences are of the shares within passages, paired by prefix."""
     blocks, block_P = evaluation_prefixes(recipe, run_dir, "test")
     part = blocks.select(block_P)
     start = recipe.block.prefix_length
@@ -209,19 +220,31 @@ def _repetition(recipe: Recipe, run_dir: RunDirectory, drawn: _Drawn) -> list[di
     sets = {"real": [passages], "base": _sets(drawn.base), "joint": _sets(drawn.joint)}
     rows = []
     for order in _NGRAM_ORDERS:
-        if not any(len(ids) >= order for ids in passages):
+        most = min(count_ngrams(one, order) for found in sets.values() for one in found)
+        if most == 0:
             continue
         row: dict[str, Any] = {"order": order}
+        within_P = {}
         for name, found in sets.items():
-            shares = np.array([unique_ngrams(one, order) for one in found])
-            row[name] = {
-                "among": shares[:, 0].mean(),
-                "within": shares[:, 1].mean(),
-                "among_spread": shares[:, 0].std(ddof=1) if len(shares) > 1 else None,
-                "within_spread": shares[:, 1].std(ddof=1) if len(shares) > 1 else None,
-            }
+            within_DP = np.ma.masked_invalid([unique_within(one, order) for one in found])
+            within_P[name] = within_DP.mean(axis=0)
+            among_D = np.array([unique_among(one, order, most) for one in found])
+            for kind, share_D in (("among", among_D), ("within", within_DP.mean(axis=1).data)):
+                row.setdefault(name, {})[kind] = share_D.mean()
+                row[name][f"{kind}_spread"] = share_D.std(ddof=1) if len(share_D) > 1 else None
+        row["differences"] = {
+            f"{one}-{other}": _mean_interval(recipe, within_P[one] - within_P[other], real)
+            for one, other in (("joint", "base"), ("real", "joint"))
+        }
         rows.append(row)
     return rows
+
+
+def _mean_interval(recipe: Recipe, value_P: np.ma.MaskedArray, real: RealContinuations) -> Interval:
+    there_P = ~np.ma.getmaskarray(value_P)
+    if not there_P.any():
+        return Interval(float("nan"), float("nan"))
+    return bootstrap_mean(value_P.data[there_P], real.document_P[there_P], **resampling(recipe))
 
 
 def _sets(rows: SampleRows) -> list[list[np.ndarray]]:
@@ -251,7 +274,9 @@ def _detector(real: RealContinuations, log_weights: list[np.ndarray]) -> dict[st
     sample_energies = [energy_of(values).numpy() for values in log_weights]
     sample_M = np.concatenate([values[:_DETECTED_SAMPLES] for values in sample_energies])
     curve = roc(real_P, sample_M)
-    kept = np.linspace(0, len(curve.false_positive_K) - 1, _CURVE_POINTS).round().astype(int)
+    grid = np.linspace(0, 1, _CURVE_POINTS)
+    axes = (curve.false_positive_K, curve.true_positive_K)
+    kept = np.unique(np.concatenate([np.searchsorted(axis_K, grid) for axis_K in axes]))
     return {
         "accuracy": float(nce_accuracy(real_P, sample_M)),
         "auc": auc(real_P, sample_M),

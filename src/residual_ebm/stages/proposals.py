@@ -19,7 +19,7 @@ from residual_ebm.stages.sampling import Drawing, draw_missing, note_missing_pre
 
 SENTENCE = "Drawing proposals from {name}: what Z is estimated with and samples are chosen from"
 SPLITS = ("validation", "test")
-DEEP = "deep"  # the first of the test prefixes, with many more samples
+DEEP = "deep"  # a few of the test prefixes, with many more samples
 
 
 def sampled_splits(recipe: Recipe) -> tuple[str, ...]:
@@ -39,7 +39,8 @@ def evaluation_prefixes(
     if split == DEEP:
         assert config.deep is not None
         blocks, block_P = evaluation_prefixes(recipe, run_dir, "test")
-        return blocks, block_P[: config.deep.num_prefixes]
+        number_P = some_prefixes(len(block_P), config.deep.num_prefixes, recipe, DEEP)
+        return blocks, block_P[number_P]
     count = {
         "validation": config.num_validation_prefixes,
         "test": config.num_test_prefixes,
@@ -48,6 +49,12 @@ def evaluation_prefixes(
     blocks = read_blocks(run_dir.blocks / f"{split}.arrow")
     note_missing_prefixes(split, count, len(blocks), progress)
     return blocks, choose_blocks(len(blocks), count, recipe.seed, f"evaluation-{split}")
+
+
+def some_prefixes(num_prefixes: int, count: int, recipe: Recipe, purpose: str) -> np.ndarray:
+    """Numbers of a few of the evaluated prefixes. They are in the order of their documents, so the
+    first ones would be of neighbours."""
+    return choose_blocks(num_prefixes, count, recipe.seed, f"some-{purpose}")
 
 
 def run(recipe: Recipe, run_dir: RunDirectory, progress: Progress = QUIET) -> None:

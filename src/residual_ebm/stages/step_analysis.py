@@ -13,15 +13,18 @@ import numpy as np
 import torch
 
 from residual_ebm.config import PerStepConfig, Recipe
+from residual_ebm.estimation.bootstrap import bootstrap_mean
+from residual_ebm.estimation.importance import pareto_k_threshold
 from residual_ebm.files.run_directory import RunDirectory
 from residual_ebm.files.samples import pick_rows
 from residual_ebm.files.storage import read_json, write_json
 from residual_ebm.models.joint import JointModel
 from residual_ebm.models.next_token import next_tokens
-from residual_ebm.models.per_step import exact_last_step, step_chain
+from residual_ebm.models.per_step import exact_last_link, step_chain
 from residual_ebm.progress import Progress
 from residual_ebm.randomness import derive_seed, generator
-from residual_ebm.stages.proposals import evaluation_prefixes
+from residual_ebm.stages.evaluate import resampling
+from residual_ebm.stages.proposals import evaluation_prefixes, some_prefixes
 
 _NUM_CANDIDATES = 128
 _NUM_SHOWN = 10
@@ -31,18 +34,20 @@ _REPEATED = 3  # tokens
 def analyse_steps(
     recipe: Recipe, run_dir: RunDirectory, energy: str, config: PerStepConfig, progress: Progress
 ) -> dict[str, Any]:
-    """Of the first test prefixes, which are in no order of their own."""
+    """Of some test prefixes, chosen by seed."""
     joint = JointModel.from_pretrained(run_dir.path, energy)
     folder = run_dir.per_step / energy
     blocks, block_P = evaluation_prefixes(recipe, run_dir, "test")
-    part = blocks.select(block_P[: config.num_prefixes])
+    chosen = some_prefixes(len(block_P), config.num_prefixes, recipe, "per-step")
+    document_P = blocks.document_B[block_P[chosen]]
     prefixes = []
-    with progress.bar("per step", len(part)) as bar:
-        for number, (ids_T, length) in enumerate(zip(part.ids_BT, part.length_B, strict=True)):
+    with progress.bar("per step", len(chosen)) as bar:
+        for number in chosen.tolist():
             path = folder / f"prefix-{number:05d}.json"
             entry = _read(path, joint.energy_model.fingerprint)
             if entry is None:
-                block_T = torch.from_numpy(ids_T[:length])
+                block = int(block_P[number])
+                block_T = torch.from_numpy(blocks.ids_BT[block, : blocks.length_B[block]])
                 entry = _of_block(recipe, joint, block_T, number, config)
                 write_json(path, entry)
             prefixes.append(entry)
@@ -51,7 +56,8 @@ def analyse_steps(
         "energy": energy,
         "num_prefixes": len(prefixes),
         "num_samples": config.num_samples,
-        "positions": _positions(prefixes),
+        "positions": _positions(prefixes, document_P, resampling(recipe)),
+        "diagnostics": _diagnostics(prefixes),
         "last_step": _last_step(prefixes),
         "repeats": _repeats(recipe, run_dir, joint, energy, config, folder, progress),
     }
@@ -73,7 +79,10 @@ def _of_block(
     lower_C, upper_C = chain.log_prob_bounds()
     low_C, high_C = chain.published()
     whole = len(ids_T) == joint.block.length
-    exact = exact_last_step(joint, ids_T) if config.enumerate_last and whole else None
+    exact = None
+    if config.enumerate_last and whole:
+        exact = chain.last_step_from(exact_last_link(joint, ids_T))
+    heavy_C = chain.pareto_k_C > pareto_k_threshold(config.num_samples)
     return {
         "energy_fingerprint": joint.energy_model.fingerprint,
         "lm_log_prob": chain.lm_log_prob_C.tolist(),
@@ -82,25 +91,43 @@ def _of_block(
         "low": low_C.tolist(),
         "high": high_C.tolist(),
         "exact_last": exact,
+        "effective_sample_size": chain.effective_sample_size_C.tolist(),
+        "past_pareto_k": heavy_C.tolist(),
     }
 
 
-def _positions(prefixes: list[dict[str, Any]]) -> list[dict[str, Any]]:
-    """Perplexity at each position under P_LM and, between bounds, under the joint model."""
+def _diagnostics(prefixes: list[dict[str, Any]]) -> dict[str, float]:
+    """Of all estimated links of all chains."""
+    effective = [value for entry in prefixes for value in entry["effective_sample_size"]]
+    heavy = [value for entry in prefixes for value in entry["past_pareto_k"]]
+    return {
+        "effective_sample_size": float(np.mean(effective)),
+        "least_effective_sample_size": float(np.min(effective)),
+        "share_past_pareto_k": float(np.mean(heavy)),
+    }
+
+
+def _positions(
+    prefixes: list[dict[str, Any]], document_P: np.ndarray, options: dict[str, Any]
+) -> list[dict[str, Any]]:
+    """Perplexity at each position under P_LM and, between bounds, under the joint model; the gain
+    in nats of log-prob with its interval over documents, from the lower bound's to the upper's."""
     rows = []
     for position in range(max(len(entry["lower"]) for entry in prefixes)):
-        reaching = [entry for entry in prefixes if len(entry["lower"]) > position]
+        there = [len(entry["lower"]) > position for entry in prefixes]
+        reaching = [entry for entry, is_there in zip(prefixes, there, strict=True) if is_there]
         means = {
             key: float(np.mean([entry[key][position] for entry in reaching]))
             for key in ("lm_log_prob", "lower", "upper")
         }
-        gains = np.array(
-            [
-                (entry["lower"][position] + entry["upper"][position]) / 2
-                - entry["lm_log_prob"][position]
-                for entry in reaching
-            ]
-        )
+        intervals = [
+            bootstrap_mean(
+                [entry[side][position] - entry["lm_log_prob"][position] for entry in reaching],
+                document_P[there],
+                **options,
+            )
+            for side in ("lower", "upper")
+        ]
         rows.append(
             {
                 "position": position + 1,
@@ -108,10 +135,8 @@ def _positions(prefixes: list[dict[str, Any]]) -> list[dict[str, Any]]:
                 "base": float(np.exp(-means["lm_log_prob"])),
                 "lower": float(np.exp(-means["upper"])),  # perplexities, so the other way round
                 "upper": float(np.exp(-means["lower"])),
-                "gain": float(gains.mean()),  # nats of log-prob
-                "gain_error": float(gains.std(ddof=1) / np.sqrt(len(gains)))
-                if len(gains) > 1
-                else None,
+                "gain": (means["lower"] + means["upper"]) / 2 - means["lm_log_prob"],
+                "gain_interval": {"low": intervals[0].low, "high": intervals[1].high},
             }
         )
     return rows
@@ -229,7 +254,11 @@ def _of_repeat(
         **{model: chances.get(repeated) for model, chances in everything.items()},
         **{
             f"best_{model}": [
-                {"token": joint.decode(torch.tensor([token])), "probability": probability}
+                {
+                    "token": joint.decode(torch.tensor([token])),
+                    "is_repeated": token == repeated,
+                    "probability": probability,
+                }
                 for token, probability in chosen
             ]
             for model, chosen in best.items()

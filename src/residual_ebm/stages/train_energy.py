@@ -9,6 +9,7 @@ J = 1 + K blocks of a prefix, the positive first, T tokens of a block, C of a co
 """
 
 from collections.abc import Callable
+from typing import Any
 
 import numpy as np
 import torch
@@ -17,6 +18,7 @@ from transformers import AutoModel, AutoModelForMaskedLM, PreTrainedModel, PreTr
 
 from residual_ebm.config import EnergyConfig, HeadConfig, Recipe
 from residual_ebm.errors import UserError
+from residual_ebm.estimation.detection import auc
 from residual_ebm.estimation.nce import nce_accuracy, nce_loss
 from residual_ebm.files.run_directory import RunDirectory
 from residual_ebm.files.states import open_states
@@ -29,7 +31,7 @@ from residual_ebm.models.kept_features import KeptFeatures
 from residual_ebm.models.language_model import LanguageModel
 from residual_ebm.models.loading import context_length, load_pretrained, load_tokenizer
 from residual_ebm.models.parts import parts_of, share_of
-from residual_ebm.models.training import History, batch_indices, forget_training
+from residual_ebm.models.training import autocast, batch_indices, forget_training
 from residual_ebm.progress import QUIET, Progress
 from residual_ebm.randomness import generator, torch_seed
 from residual_ebm.stages.contrast import Contrast, contrast_of
@@ -66,7 +68,7 @@ def _make(recipe: Recipe, config: EnergyConfig, run_dir: RunDirectory, progress:
         split: contrast_of(recipe, run_dir, name, split, language_model) for split in SPLITS
     }
     energy = _initial_energy(recipe, config, run_dir, language_model)
-    history = train_nce(
+    summary = train_nce(
         energy,
         config,
         contrasts["train"],
@@ -76,7 +78,7 @@ def _make(recipe: Recipe, config: EnergyConfig, run_dir: RunDirectory, progress:
         run_dir=run_dir,
         progress=progress,
     )
-    energy.save_pretrained(run_dir.energy(config.name), history.summary())
+    energy.save_pretrained(run_dir.energy(config.name), summary)
 
 
 def _initial_energy(
@@ -165,8 +167,9 @@ def train_nce(
     batch_size: int,
     run_dir: RunDirectory,
     progress: Progress,
-) -> History:
-    """Train an energy in place; validation sees every stored negative."""
+) -> dict[str, Any]:
+    """Train an energy in place; validation sees every stored negative. What became of it, and how
+    well it tells real text from samples, of training prefixes and of validation prefixes."""
     wanted = config.negatives_per_positive
     if wanted > contrast.num_stored:
         raise UserError(
@@ -194,21 +197,21 @@ def train_nce(
         share = share_of(rows, training)
         return share * nce_loss(energy_BJ[:, 0], energy_BJ[:, 1:].flatten())
 
-    def validate() -> dict[str, float]:
-        found = []
-        every_S = np.arange(validation.num_stored)
-        for start in range(0, len(validation), batch_size):
-            prefix_B = np.arange(start, min(start + batch_size, len(validation)))
-            sample_BS = np.tile(every_S, (len(prefix_B), 1))
-            found.append(energies[id(validation)](prefix_B, sample_BS))
+    def both_classes(part: Contrast, prefix_P: np.ndarray) -> tuple[Tensor, Tensor]:
+        """Energies of real blocks and of all their stored negatives."""
+        every_S = np.arange(part.num_stored)
+        found = [
+            energies[id(part)](prefix_B, np.tile(every_S, (len(prefix_B), 1)))
+            for prefix_B in np.split(prefix_P, range(batch_size, len(prefix_P), batch_size))
+        ]
         energy_PJ = torch.cat(found)
-        positive, negative = energy_PJ[:, 0], energy_PJ[:, 1:].flatten()
-        return {
-            "loss": nce_loss(positive, negative).item(),
-            "accuracy": nce_accuracy(positive, negative).item(),
-        }
+        return energy_PJ[:, 0], energy_PJ[:, 1:].flatten()
 
-    return train_in_run(
+    def validate() -> dict[str, float]:
+        classes = both_classes(validation, np.arange(len(validation)))
+        return {"loss": nce_loss(*classes).item(), "accuracy": nce_accuracy(*classes).item()}
+
+    history = train_in_run(
         run_dir,
         "train-energy",
         run_dir.energy(config.name),
@@ -221,6 +224,23 @@ def train_nce(
         progress=progress,
         num_parts=len(parts),
     )
+    some_P = generator(seed, config.name, "detection").permutation(len(contrast))
+    tried = {
+        "train": (contrast, np.sort(some_P[: len(validation)])),
+        "validation": (validation, np.arange(len(validation))),
+    }
+    with torch.no_grad(), autocast(training.precision, energy.language_model.device):
+        detection = {split: _detection(*both_classes(*of)) for split, of in tried.items()}
+    return {**history.summary(), "detection": detection}
+
+
+def _detection(real_P: Tensor, sample_M: Tensor) -> dict[str, float]:
+    return {
+        "num_prefixes": len(real_P),
+        "loss": nce_loss(real_P, sample_M).item(),
+        "accuracy": nce_accuracy(real_P, sample_M).item(),
+        "auc": auc(real_P.float().cpu(), sample_M.float().cpu()),
+    }
 
 
 def _energies_of(

@@ -1,0 +1,72 @@
+"""Alternatives at their best: settings are tried one after the other, and the best takes part.
+
+What was tried is part of the result, and is kept as soon as it is known: sweeps take longer than
+the comparison, and go on after an interruption where they were.
+"""
+
+import statistics
+from collections.abc import Callable, Sequence
+from dataclasses import asdict, dataclass, field
+from typing import Any
+
+from residual_ebm.bench.setting import Setting
+from residual_ebm.bench.workers import Reading, Spec, alternate
+from residual_ebm.progress import Progress
+
+_SLOWER_STEPS = 2  # a sweep goes no further after so many
+_AS_GOOD = 0.98  # of the best rate: the smallest such setting is taken, its turns are shorter
+_LONG_TURN = 30.0  # seconds, beside which warming up does not count
+
+
+def reading_row(reading: Reading) -> dict[str, Any]:
+    row = asdict(reading)
+    row["median_seconds"] = statistics.median(reading.seconds) if reading.seconds else None
+    row["rate"] = reading.rate
+    return row
+
+
+@dataclass
+class Sweeps:
+    setting: Setting
+    progress: Progress
+    known: dict[str, dict[str, Any]] = field(default_factory=dict)  # rows by candidate
+    keep: Callable[[], None] = lambda: None
+
+    def best(
+        self, name: str, ladders: Sequence[Sequence[Spec]]
+    ) -> tuple[Spec, list[dict[str, Any]]]:
+        """The quickest of some specs, by one turn, and what those tried did.
+
+        A ladder is one setting in rising order; it is climbed until two steps in a row are slower
+        than the best of it so far.
+        """
+        tried: list[tuple[Spec, dict[str, Any]]] = []
+        for ladder in ladders:
+            best, slower = 0.0, 0
+            for spec in ladder:
+                row = self._row(name, spec)
+                tried.append((spec, row))
+                rate = row["rate"] or 0.0
+                best, slower = max(best, rate), 0 if rate > best else slower + 1
+                if slower == _SLOWER_STEPS:
+                    break
+        top = max(row["rate"] or 0.0 for _, row in tried)
+        as_good = [pair for pair in tried if (pair[1]["rate"] or 0.0) >= _AS_GOOD * top]
+        quickest, _ = min(as_good, key=lambda pair: int(pair[1]["units"]))
+        return quickest, [row for _, row in tried]
+
+    def _row(self, name: str, spec: Spec) -> dict[str, Any]:
+        key = f"{name}: {spec.name}"
+        if key not in self.known:
+            (reading,) = alternate(
+                [spec],
+                1,
+                timeout=self.setting.timeout,
+                label=key,
+                progress=self.progress,
+                # One that compiles itself has spent its first turn on that.
+                long_turn=None if spec.arguments.get("compiled") else _LONG_TURN,
+            )
+            self.known[key] = reading_row(reading)
+            self.keep()
+        return self.known[key]

@@ -1,0 +1,99 @@
+"""Each alternative takes part at its best, and what was tried is not tried again."""
+
+from typing import Any
+
+import pytest
+
+from residual_ebm.bench import sweeps
+from residual_ebm.bench.setting import Setting
+from residual_ebm.bench.sweeps import Sweeps
+from residual_ebm.bench.workers import Reading, Spec
+from residual_ebm.progress import QUIET
+
+
+class Machine:
+    """Candidates whose rates are known; it notes who was asked, and how."""
+
+    def __init__(self, rates: dict[str, float | None]) -> None:
+        self.rates = rates
+        self.asked: list[str] = []
+        self.long_turns: list[float | None] = []
+
+    def alternate(
+        self, specs: list[Spec], repeats: int, *, long_turn: float | None, **_: Any
+    ) -> list[Reading]:
+        (spec,) = specs
+        assert repeats == 1
+        self.asked.append(spec.name)
+        self.long_turns.append(long_turn)
+        rate, units = self.rates[spec.name], spec.arguments["size"]
+        if rate is None:
+            return [Reading(spec.name, units, error="died")]
+        return [Reading(spec.name, units, first_seconds=1.0, seconds=[units / rate])]
+
+
+@pytest.fixture
+def machine(monkeypatch: pytest.MonkeyPatch) -> Machine:
+    made = Machine({})
+    monkeypatch.setattr(sweeps, "alternate", made.alternate)
+    return made
+
+
+def ladder(*names: str, **arguments: Any) -> list[Spec]:
+    return [
+        Spec(name, "nowhere", {"size": 16 * 2**number, **arguments})
+        for number, name in enumerate(names)
+    ]
+
+
+def test_the_quickest_of_all_ladders(machine: Machine) -> None:
+    machine.rates = {"a": 5.0, "b": 9.0, "c": 7.0, "d": 20.0, "e": None}
+    best, tried = Sweeps(Setting(), QUIET).best("x", [ladder("a", "b", "c"), ladder("d", "e")])
+    assert best.name == "d"
+    assert [row["name"] for row in tried] == ["a", "b", "c", "d", "e"]
+    assert [row["rate"] for row in tried] == [5.0, 9.0, 7.0, 20.0, None]
+    assert tried[-1]["error"] == "died"
+
+
+def test_a_ladder_is_left_after_two_slower_steps(machine: Machine) -> None:
+    machine.rates = {"a": 5.0, "b": 4.0, "c": 6.0, "d": 5.0, "e": 3.0, "f": 99.0}
+    Sweeps(Setting(), QUIET).best("x", [ladder(*"abcdef")])
+    assert machine.asked == list("abcde")
+
+
+def test_of_settings_as_good_the_smallest(machine: Machine) -> None:
+    machine.rates = {"a": 5.0, "b": 9.9, "c": 10.0}
+    best, _ = Sweeps(Setting(), QUIET).best("x", [ladder("a", "b", "c")])
+    assert best.name == "b"
+
+
+def test_what_is_known_is_not_tried_again_and_is_kept_at_once(machine: Machine) -> None:
+    machine.rates = {"a": 5.0, "b": 9.0}
+    known: dict[str, Any] = {}
+    kept: list[int] = []
+    first = Sweeps(Setting(), QUIET, known, lambda: kept.append(len(known)))
+    first.best("x", [ladder("a", "b")])
+    assert kept == [1, 2]
+    machine.rates = {"c": 1.0}
+    best, tried = Sweeps(Setting(), QUIET, known).best("x", [ladder("a", "b", "c")])
+    assert best.name == "b"
+    assert machine.asked == ["a", "b", "c"]
+    assert len(tried) == 3
+    machine.rates = {"a": 1.0}
+    Sweeps(Setting(), QUIET, known).best("y", [ladder("a")])
+    assert machine.asked[-1] == "a", "another benchmark has sweeps of its own"
+
+
+def test_one_that_compiles_itself_has_no_reading_of_its_first_turn(machine: Machine) -> None:
+    machine.rates = {"a": 1.0, "b": 1.0}
+    swept = Sweeps(Setting(), QUIET)
+    swept.best("x", [ladder("a", compiled=True)])
+    swept.best("x", [ladder("b", compiled=False)])
+    assert machine.long_turns == [None, 30.0]
+
+
+def test_nothing_runs_at_all(machine: Machine) -> None:
+    """The first of those that failed is taken, and says why."""
+    machine.rates = {"a": None, "b": None}
+    best, _ = Sweeps(Setting(), QUIET).best("x", [ladder("a", "b")])
+    assert best.name == "a"
