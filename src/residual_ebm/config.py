@@ -281,7 +281,8 @@ class PerStepConfig(Section):
 
     num_prefixes: Count
     num_samples: Annotated[int, Field(ge=2)]  # completions for each position
-    enumerate_last: bool = True  # the last position exactly, a block for every token there is
+    # Prefixes whose last position is also had exactly, a block for every token there is.
+    num_enumerated: Annotated[int, Field(ge=0)] = 0
     num_repeats: Annotated[int, Field(ge=0)] = 0  # contexts in which a sample repeats itself
 
 

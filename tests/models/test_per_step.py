@@ -117,6 +117,16 @@ def test_the_last_step_by_enumeration(name: str, mode: ContinuationMode) -> None
     assert found == pytest.approx(expected.item(), abs=1e-4)
 
 
+def test_the_last_steps_of_a_chain_are_those_of_the_whole_one() -> None:
+    joint = toys.joint_model("bit", "fixed")
+    ids_T = torch.tensor([*toys.prompt_ids(), 5, 3, 6])
+    whole, last = (step_chain(joint, ids_T, 50, seed=0, num_steps=count) for count in (None, 2))
+    assert len(last.lm_log_prob_C) == 2
+    for name, value in vars(last).items():
+        assert torch.equal(value, getattr(whole, name)[-len(value) :]), name
+    assert len(step_chain(joint, ids_T, 50, seed=0, num_steps=9).lm_log_prob_C) == 3
+
+
 def test_each_estimated_link_has_its_diagnostics() -> None:
     joint = toys.joint_model("bit", "fixed")
     chain = step_chain(joint, torch.tensor([*toys.prompt_ids(), 5, 3, 6]), 400, seed=0)

@@ -20,7 +20,7 @@ from residual_ebm.stages.step_analysis import find_repeats
 
 
 def prepared(run: Path) -> RunDirectory:
-    settings = "{num_prefixes: 3, num_samples: 16, num_repeats: 2}"
+    settings = "{num_prefixes: 3, num_samples: 16, num_enumerated: 5, num_repeats: 2}"
     recipe = load_recipe(str(run / RECIPE), [f"evaluation.per_step={settings}"])
     (run / RECIPE).write_text(recipe.to_yaml(), encoding="utf-8")
     (run / "analysis.json").unlink()
@@ -33,20 +33,23 @@ def steps_of(run_dir: RunDirectory) -> dict[str, Any]:
     return found
 
 
-def test_positions_and_the_last_step(tiny_copy: Path) -> None:
+def blocks_of(run_dir: RunDirectory, what: str, count: int) -> dict[int, torch.Tensor]:
+    recipe = run_dir.recipe()
+    blocks, block_P = evaluation_prefixes(recipe, run_dir, "test")
+    chosen = some_prefixes(len(block_P), count, recipe, what).tolist()
+    assert len(chosen) == count
+    return {number: torch.from_numpy(blocks.ids_BT[block_P[number]]) for number in chosen}
+
+
+def test_positions(tiny_copy: Path) -> None:
     run_dir = prepared(tiny_copy)
     found = steps_of(run_dir)
     recipe = run_dir.recipe()
     joint = JointModel.from_pretrained(tiny_copy, found["energy"])
-    blocks, block_P = evaluation_prefixes(recipe, run_dir, "test")
-    chains, exact = [], []
-    numbers = some_prefixes(len(block_P), 3, recipe, "per-step").tolist()
-    assert len(numbers) == 3
-    for number in numbers:
-        ids_T = torch.from_numpy(blocks.ids_BT[block_P[number]])
-        seed = derive_seed(recipe.seed, "per_step", number)
-        chains.append(step_chain(joint, ids_T, 16, seed=seed))
-        exact.append(chains[-1].last_step_from(exact_last_link(joint, ids_T)))
+    chains = [
+        step_chain(joint, ids_T, 16, seed=derive_seed(recipe.seed, "per-step", number))
+        for number, ids_T in blocks_of(run_dir, "per-step", 3).items()
+    ]
     assert len(found["positions"]) == recipe.block.num_new_tokens
     for row in found["positions"]:
         place = row["position"] - 1
@@ -66,13 +69,23 @@ def test_positions_and_the_last_step(tiny_copy: Path) -> None:
     heavy = torch.stack([chain.pareto_k_C for chain in chains]) > pareto_k_threshold(16)
     share = found["diagnostics"]["share_past_pareto_k"]
     assert share == pytest.approx(float(heavy.double().mean()))
+
+
+def test_the_last_step_is_checked_by_enumeration(tiny_copy: Path) -> None:
+    run_dir = prepared(tiny_copy)
+    found = steps_of(run_dir)
+    joint = JointModel.from_pretrained(tiny_copy, found["energy"])
+    exact, middle, inside = [], [], []
+    for number, ids_T in blocks_of(run_dir, "last-step", 5).items():
+        seed = derive_seed(run_dir.recipe().seed, "last-step", number)
+        chain = step_chain(joint, ids_T, 16, seed=seed)
+        exact.append(chain.last_step_from(exact_last_link(joint, ids_T)))
+        middle.append(float(sum(bound_C[-1] for bound_C in chain.log_prob_bounds())) / 2)
+        low_C, high_C = chain.published()
+        inside.append(float(low_C[-1]) <= exact[-1] <= float(high_C[-1]))
     last = found["last_step"]
-    middles = [float(sum(bound[-1] for bound in chain.log_prob_bounds())) / 2 for chain in chains]
-    assert last["mean_error"] == pytest.approx(np.mean(middles) - np.mean(exact))
-    inside = [
-        float(chain.published()[0][-1]) <= value <= float(chain.published()[1][-1])
-        for chain, value in zip(chains, exact, strict=True)
-    ]
+    assert last["num_prefixes"] == 5
+    assert last["mean_error"] == pytest.approx(np.mean(middle) - np.mean(exact))
     assert last["inside"] == sum(inside)
     assert last["exact_perplexity"] == pytest.approx(np.exp(-np.mean(exact)))
 
@@ -95,13 +108,13 @@ def test_contexts_in_which_a_sample_repeats_itself(tiny_copy: Path) -> None:
 def test_a_kill_loses_no_prefix(tiny_copy: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     run_dir = prepared(tiny_copy)
     real, limit = step_analysis._of_block, 2
-    done: list[int] = []
+    done: list[list[int]] = []
 
-    def of_block(*arguments: Any) -> dict[str, Any]:
+    def of_block(joint: JointModel, ids_T: torch.Tensor, *arguments: Any) -> dict[str, Any]:
         if len(done) == limit:
             raise KeyboardInterrupt
-        done.append(arguments[3])
-        return real(*arguments)
+        done.append(ids_T.tolist())
+        return real(joint, ids_T, *arguments)
 
     monkeypatch.setattr(step_analysis, "_of_block", of_block)
     with pytest.raises(KeyboardInterrupt):
@@ -110,15 +123,13 @@ def test_a_kill_loses_no_prefix(tiny_copy: Path, monkeypatch: pytest.MonkeyPatch
     resumed = steps_of(run_dir)
     run_dir.analysis.unlink()
     assert steps_of(run_dir) == resumed
-    recipe = run_dir.recipe()
-    num_prefixes = recipe.proposals.num_test_prefixes
-    assert done == some_prefixes(num_prefixes, 3, recipe, "per-step").tolist()
+    assert done == [ids_T.tolist() for ids_T in blocks_of(run_dir, "per-step", 3).values()]
 
 
 def test_another_energy_is_not_mistaken_for_it(tiny_copy: Path) -> None:
     run_dir = prepared(tiny_copy)
     energy = steps_of(run_dir)["energy"]
-    path = sorted((run_dir.per_step / energy).glob("prefix-*.json"))[1]
+    path = sorted((run_dir.per_step / energy).glob("per-step-*.json"))[1]
     before = path.read_bytes()
     entry = json.loads(before)
     path.write_text(json.dumps({**entry, "energy_fingerprint": "other", "lower": [0.0]}))

@@ -8,7 +8,7 @@ from residual_ebm.estimation.perplexity import JointPerplexity
 
 # Shares of prefixes above which a sign of trouble is worth a sentence.
 _MANY = 0.1
-_STILL_MOVING = 0.25  # of the gain, between n/4 and n, or between the bounds
+_STILL_MOVING = 0.25  # of the gain or loss, between n/4 and n, or between the bounds
 _FEW_EFFECTIVE = 0.02  # of n
 
 # What a flag's sentence begins with, up to its colon.
@@ -21,7 +21,7 @@ def flags(joint: JointPerplexity, base: float) -> list[str]:
     first, last = joint.bounds_at[0], joint.bounds_at[-1]
     gain = base - joint.upper
     moved = max(last.upper - first.upper, last.lower - first.lower)
-    allowed = max(_STILL_MOVING * gain, 1e-6 * base)
+    allowed = max(_STILL_MOVING * abs(gain), 1e-6 * base)
     if moved > allowed:
         found.append(
             f"still moving: a bound rose by {moved:.3g} from n = {first.num_samples} to"

@@ -55,8 +55,11 @@ class StepChain:
         return float(self.lm_log_prob_C[-1] + self.lower_S[-1]) - log_a
 
 
-def step_chain(joint: JointModel, ids_T: Tensor, num_samples: int, *, seed: int) -> StepChain:
-    """The chain of one block without padding; `num_samples` completions for each link."""
+def step_chain(
+    joint: JointModel, ids_T: Tensor, num_samples: int, *, seed: int, num_steps: int | None = None
+) -> StepChain:
+    """The chain of one block without padding, or of its last steps; `num_samples` completions for
+    each link."""
     start, horizon = joint.block.prefix_length, joint.block.length
     ended = (
         joint.block.continuation == "until_end" and ids_T[-1] == joint.language_model.end_of_text
@@ -68,7 +71,8 @@ def step_chain(joint: JointModel, ids_T: Tensor, num_samples: int, *, seed: int)
             f"a chain needs a whole block: {horizon} tokens, or an end after the first {start}",
         )
     lower, upper, error, effective, heaviness = [], [], [], [], []
-    for length in range(start, len(ids_T)):
+    first = start if num_steps is None else max(start, len(ids_T) - num_steps)
+    for length in range(first, len(ids_T)):
         scored = joint.propose(
             ids_T[:length],
             num_samples,
@@ -91,7 +95,7 @@ def step_chain(joint: JointModel, ids_T: Tensor, num_samples: int, *, seed: int)
         torch.tensor([*lower, last], dtype=torch.float64),
         torch.tensor([*upper, last], dtype=torch.float64),
         torch.tensor([*error, 0.0], dtype=torch.float64),
-        log_prob_1C[0, : len(ids_T) - start],
+        log_prob_1C[0, first - start : len(ids_T) - start],
         torch.tensor(effective, dtype=torch.float64),
         torch.tensor(heaviness, dtype=torch.float64),
     )

@@ -267,7 +267,8 @@ def _per_step(steps: dict[str, Any], seed: int) -> RunFigure:
             axes.plot(place, gains, color=JOINT, linewidth=width, label=f"by the {side} perplexity")
         if last is not None:
             gain = 100 * (1 - last["exact_perplexity"] / last["base_perplexity"])
-            axes.plot(place[-1], gain, "*", color=BASE, markersize=11, label="last, enumerated")
+            star = f"last, enumerated, {last['num_prefixes']} prefixes"
+            axes.plot(place[-1], gain, "*", color=BASE, markersize=11, label=star)
         axes.axhline(0, **_GUIDE)
         axes.set_xlabel("position after the prefix")
         axes.set_ylabel("perplexity gained, %")
@@ -276,9 +277,10 @@ def _per_step(steps: dict[str, Any], seed: int) -> RunFigure:
     checked = ""
     if last is not None:
         checked = (
-            f" At the last position the exact value lies within the 95 % interval for"
-            f" {last['inside']} of {last['num_prefixes']} prefixes; estimate minus exact"
-            f" {last['mean_error']:+.4f} nats on average."
+            f" At the last position of {last['num_prefixes']} prefixes, where all tokens can be"
+            f" tried, the exact log-prob lies within the published 95 % interval for"
+            f" {last['inside']}; estimate minus exact {last['mean_error']:+.4f} nats on average,"
+            f" median width {last['median_width']:.3f} nats."
         )
     diagnostics = steps["diagnostics"]
     return RunFigure(

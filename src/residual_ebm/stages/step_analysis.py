@@ -6,8 +6,9 @@ One file a prefix, so that hours of it survive a kill.
 Shapes: P prefixes, C positions of the continuation, T tokens of a block.
 """
 
+from collections.abc import Callable
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
@@ -31,6 +32,11 @@ _NUM_SHOWN = 10
 _REPEATED = 3  # tokens
 
 
+class _Made(NamedTuple):
+    entries: list[dict[str, Any]]  # one a prefix
+    document_P: np.ndarray
+
+
 def analyse_steps(
     recipe: Recipe, run_dir: RunDirectory, energy: str, config: PerStepConfig, progress: Progress
 ) -> dict[str, Any]:
@@ -38,27 +44,43 @@ def analyse_steps(
     joint = JointModel.from_pretrained(run_dir.path, energy)
     folder = run_dir.per_step / energy
     blocks, block_P = evaluation_prefixes(recipe, run_dir, "test")
-    chosen = some_prefixes(len(block_P), config.num_prefixes, recipe, "per-step")
-    document_P = blocks.document_B[block_P[chosen]]
-    prefixes = []
-    with progress.bar("per step", len(chosen)) as bar:
-        for number in chosen.tolist():
-            path = folder / f"prefix-{number:05d}.json"
-            entry = _read(path, joint.energy_model.fingerprint)
-            if entry is None:
-                block = int(block_P[number])
-                block_T = torch.from_numpy(blocks.ids_BT[block, : blocks.length_B[block]])
-                entry = _of_block(recipe, joint, block_T, number, config)
-                write_json(path, entry)
-            prefixes.append(entry)
-            bar.advance()
+
+    def made(what: str, count: int, make: Callable[[torch.Tensor, int], dict[str, Any]]) -> _Made:
+        """Of some prefixes, what was not made before."""
+        chosen = some_prefixes(len(block_P), count, recipe, what)
+        entries = []
+        with progress.bar(what, len(chosen)) as bar:
+            for number in chosen.tolist():
+                path = folder / f"{what}-{number:05d}.json"
+                entry = _read(path, joint.energy_model.fingerprint)
+                if entry is None:
+                    block = int(block_P[number])
+                    ids_T = torch.from_numpy(blocks.ids_BT[block, : blocks.length_B[block]])
+                    seed = derive_seed(recipe.seed, what, number)
+                    fingerprint = joint.energy_model.fingerprint
+                    entry = {"energy_fingerprint": fingerprint, **make(ids_T, seed)}
+                    write_json(path, entry)
+                entries.append(entry)
+                bar.advance()
+        return _Made(entries, blocks.document_B[block_P[chosen]])
+
+    chains = made(
+        "per-step",
+        config.num_prefixes,
+        lambda ids_T, seed: _of_block(joint, ids_T, config.num_samples, seed),
+    )
+    checked = made(
+        "last-step",
+        config.num_enumerated,
+        lambda ids_T, seed: _checked(joint, ids_T, config.num_samples, seed),
+    )
     return {
         "energy": energy,
-        "num_prefixes": len(prefixes),
+        "num_prefixes": len(chains.entries),
         "num_samples": config.num_samples,
-        "positions": _positions(prefixes, document_P, resampling(recipe)),
-        "diagnostics": _diagnostics(prefixes),
-        "last_step": _last_step(prefixes),
+        "positions": _positions(chains, resampling(recipe)),
+        "diagnostics": _diagnostics(chains.entries),
+        "last_step": _last_step(checked.entries),
         "repeats": _repeats(recipe, run_dir, joint, energy, config, folder, progress),
     }
 
@@ -72,27 +94,33 @@ def _read(path: Path, fingerprint: str) -> dict[str, Any] | None:
 
 
 def _of_block(
-    recipe: Recipe, joint: JointModel, ids_T: torch.Tensor, number: int, config: PerStepConfig
+    joint: JointModel, ids_T: torch.Tensor, num_samples: int, seed: int
 ) -> dict[str, Any]:
-    seed = derive_seed(recipe.seed, "per_step", number)
-    chain = step_chain(joint, ids_T, config.num_samples, seed=seed)
+    chain = step_chain(joint, ids_T, num_samples, seed=seed)
     lower_C, upper_C = chain.log_prob_bounds()
-    low_C, high_C = chain.published()
-    whole = len(ids_T) == joint.block.length
-    exact = None
-    if config.enumerate_last and whole:
-        exact = chain.last_step_from(exact_last_link(joint, ids_T))
-    heavy_C = chain.pareto_k_C > pareto_k_threshold(config.num_samples)
+    heavy_C = chain.pareto_k_C > pareto_k_threshold(num_samples)
     return {
-        "energy_fingerprint": joint.energy_model.fingerprint,
         "lm_log_prob": chain.lm_log_prob_C.tolist(),
         "lower": lower_C.tolist(),
         "upper": upper_C.tolist(),
-        "low": low_C.tolist(),
-        "high": high_C.tolist(),
-        "exact_last": exact,
         "effective_sample_size": chain.effective_sample_size_C.tolist(),
         "past_pareto_k": heavy_C.tolist(),
+    }
+
+
+def _checked(joint: JointModel, ids_T: torch.Tensor, num_samples: int, seed: int) -> dict[str, Any]:
+    """The last step of a block that fills the horizon, estimated and enumerated."""
+    if len(ids_T) < joint.block.length:
+        return {"exact": None}
+    chain = step_chain(joint, ids_T, num_samples, seed=seed, num_steps=1)
+    bounds = [float(bound_C[0]) for bound_C in chain.log_prob_bounds()]
+    low, high = (float(bound_C[0]) for bound_C in chain.published())
+    return {
+        "exact": chain.last_step_from(exact_last_link(joint, ids_T)),
+        "estimate": sum(bounds) / 2,
+        "low": low,
+        "high": high,
+        "lm_log_prob": float(chain.lm_log_prob_C[0]),
     }
 
 
@@ -107,12 +135,11 @@ def _diagnostics(prefixes: list[dict[str, Any]]) -> dict[str, float]:
     }
 
 
-def _positions(
-    prefixes: list[dict[str, Any]], document_P: np.ndarray, options: dict[str, Any]
-) -> list[dict[str, Any]]:
+def _positions(chains: _Made, options: dict[str, Any]) -> list[dict[str, Any]]:
     """Perplexity at each position under P_LM and, between bounds, under the joint model; the gain
     in nats of log-prob with its interval over documents, from the lower bound's to the upper's."""
     rows = []
+    prefixes, document_P = chains
     for position in range(max(len(entry["lower"]) for entry in prefixes)):
         there = [len(entry["lower"]) > position for entry in prefixes]
         reaching = [entry for entry, is_there in zip(prefixes, there, strict=True) if is_there]
@@ -142,18 +169,18 @@ def _positions(
     return rows
 
 
-def _last_step(prefixes: list[dict[str, Any]]) -> dict[str, Any] | None:
+def _last_step(entries: list[dict[str, Any]]) -> dict[str, Any] | None:
     """The estimate at the last position beside the exact value."""
-    checked = [entry for entry in prefixes if entry["exact_last"] is not None]
-    if not checked:
+    whole = [entry for entry in entries if entry["exact"] is not None]
+    if not whole:
         return None
-    exact = np.array([entry["exact_last"] for entry in checked])
-    low = np.array([entry["low"][-1] for entry in checked])
-    high = np.array([entry["high"][-1] for entry in checked])
-    middle = np.array([(entry["lower"][-1] + entry["upper"][-1]) / 2 for entry in checked])
-    error = middle - exact
+    exact, estimate, low, high, base = (
+        np.array([entry[key] for entry in whole])
+        for key in ("exact", "estimate", "low", "high", "lm_log_prob")
+    )
+    error = estimate - exact
     return {
-        "num_prefixes": len(checked),
+        "num_prefixes": len(whole),
         "inside": int(((low <= exact) & (exact <= high)).sum()),
         "mean_error": float(error.mean()),
         "standard_error": float(error.std(ddof=1) / np.sqrt(len(error)))
@@ -161,8 +188,8 @@ def _last_step(prefixes: list[dict[str, Any]]) -> dict[str, Any] | None:
         else None,
         "median_width": float(np.median(high - low)),
         "exact_perplexity": float(np.exp(-exact.mean())),
-        "estimated_perplexity": float(np.exp(-middle.mean())),
-        "base_perplexity": float(np.exp(-np.mean([entry["lm_log_prob"][-1] for entry in checked]))),
+        "estimated_perplexity": float(np.exp(-estimate.mean())),
+        "base_perplexity": float(np.exp(-base.mean())),
     }
 
 
