@@ -99,6 +99,32 @@ def test_the_energies_of_proposals_are_those_of_their_blocks(mode: ContinuationM
         assert torch.allclose(scored.proposals.log_prob_N, every.log_prob_N[number_N], atol=1e-4)
 
 
+@each_mode
+@pytest.mark.parametrize("num_given", [1, 2])
+def test_given_tokens_of_a_continuation_count_in_its_energy(
+    mode: ContinuationMode, num_given: int
+) -> None:
+    """HeaT takes the states of what it draws from the decoder and those of given tokens from one
+    pass; other energies read the whole block."""
+    every = toys.everything(mode)
+    given = torch.tensor([5, 3][:num_given])
+    context = torch.cat([every.prefix_P, given])
+    for name in toys.ENERGIES:
+        joint = toys.joint_model(name, mode)
+        scored = joint.propose(context, 200, seed=0, num_tokens=toys.NUM_NEW - num_given)
+        new_NC = torch.cat([given.expand(200, -1), scored.proposals.ids_NT], dim=1)
+        energy_N = joint.energy(every.ids_NT, every.length_N)
+        expected_N = energy_N[every.number_of(new_NC)]
+        assert torch.allclose(scored.energy_N, expected_N, atol=1e-4), name
+        assert expected_N.std() > 0.01
+
+
+def test_heat_reads_no_block_a_second_time(monkeypatch: pytest.MonkeyPatch) -> None:
+    joint = toys.joint_model("heat")
+    monkeypatch.setattr(joint.energy_model, "energy", None)
+    assert len(joint.propose(prefix_ids(), 600, seed=0).energy_N) == 600  # two chunks
+
+
 def resampled(scored: ScoredSet, every: toys.Everything, num_draws: int) -> np.ndarray:
     return every.counts(scored.proposals.ids_NT[scored.draw(0, num_draws)])
 

@@ -25,9 +25,16 @@ from residual_ebm.estimation.perplexity import (
 )
 from residual_ebm.files.blocks import Blocks, cut_blocks
 from residual_ebm.files.run_directory import RunDirectory
+from residual_ebm.models.decoding import Decoded
 from residual_ebm.models.device import use_recipe_threads
+from residual_ebm.models.energy import EnergyModel
 from residual_ebm.models.energy_sum import Energy, load_energy
-from residual_ebm.models.language_model import LanguageModel
+from residual_ebm.models.language_model import (
+    LanguageModel,
+    TokenFeatures,
+    Watch,
+    continuation_mask,
+)
 from residual_ebm.models.samplers import ScoredSet
 from residual_ebm.progress import QUIET, Progress
 from residual_ebm.randomness import derive_seed
@@ -124,26 +131,63 @@ class JointModel:
     ) -> ScoredSet:
         """Continuations of a prefix up to the energy's horizon, with their energies."""
         prefix_ids = torch.as_tensor(prefix_ids).reshape(-1)
+        num_tokens = num_tokens or self.block.num_new_tokens
+        # In a chain of steps the given ids run past the prefix; the horizon stays where it is.
+        num_given = self.block.num_new_tokens - num_tokens
+        scores: list[Tensor] = []
         proposals = self.language_model.sample(
             prefix_ids,
             num_proposals,
-            num_tokens or self.block.num_new_tokens,
+            num_tokens,
             seed=derive_seed(seed, "proposals"),
             top_k=top_k,
             top_p=top_p,
             stop_at_end=self.block.continuation == "until_end",
+            watch=self._head_watch(prefix_ids, num_given, scores),
             progress=progress,
         )
+        if scores:
+            return ScoredSet(proposals, torch.cat(scores))
         ids_NT = torch.cat(
             [prefix_ids.expand(num_proposals, -1).to(proposals.ids_NT), proposals.ids_NT], dim=1
         )
         length_N = len(prefix_ids) + proposals.length_N.cpu()
-        # In a chain of steps the given ids run past the prefix; the horizon stays where it is.
-        prefix_length = ids_NT.shape[1] - self.block.num_new_tokens
         energy_N = self.energy_model.energy(
-            ids_NT.cpu(), length_N, prefix_length=prefix_length, progress=progress
+            ids_NT.cpu(), length_N, prefix_length=len(prefix_ids) - num_given, progress=progress
         )
         return ScoredSet(proposals, energy_N.cpu())
+
+    def _head_watch(self, prefix_ids: Tensor, num_given: int, scores: list[Tensor]) -> Watch | None:
+        """HeaT scores samples from the states they are drawn with; None for other energies.
+
+        The tokens of the continuation that are given were not drawn: theirs are computed once.
+        """
+        energy = self.energy_model
+        if not isinstance(energy, EnergyModel) or energy.info.kind != "heat":
+            return None
+        given: TokenFeatures | None = None
+        if num_given:
+            given = self.language_model.features(
+                prefix_ids[None], len(prefix_ids) - num_given, energy.state_layers
+            )
+
+        @torch.inference_mode()
+        def see(decoded: Decoded, features: TokenFeatures) -> None:
+            num_rows = len(decoded.ids_NC)
+            mask_NC = continuation_mask(decoded.ids_NC, 0, decoded.length_N)
+            if given is not None:
+                both = zip(given, features, strict=True)
+                features = TokenFeatures(
+                    *(
+                        torch.cat([one.expand(num_rows, *one.shape[1:]), new], 1)
+                        for one, new in both
+                    )
+                )
+                mask_NC = torch.nn.functional.pad(mask_NC, (num_given, 0), value=True)
+            energy_N = energy.of_features(features, mask_NC.to(self.language_model.device))
+            scores.append(energy_N.float().cpu())
+
+        return Watch(energy.state_layers, see)
 
     def sample(
         self,

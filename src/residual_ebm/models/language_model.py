@@ -6,7 +6,7 @@ Shapes: B blocks, T tokens of a block, P tokens of a prefix, C = T - P tokens of
 N samples, G prefixes, V vocabulary, H hidden size.
 """
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -49,6 +49,13 @@ class TokenFeatures(NamedTuple):
     embedding_BCH: Tensor  # of the token itself
     log_prob_BC: Tensor
     entropy_BC: Tensor  # of the distribution the token was drawn from
+
+
+class Watch(NamedTuple):
+    """Who looks at samples as they are drawn, and which further layers' states it needs."""
+
+    layers: Sequence[int]
+    see: Callable[[Decoded, TokenFeatures], None]
 
 
 class LanguageModel:
@@ -165,9 +172,11 @@ class LanguageModel:
         top_p: float | None = None,
         stop_at_end: bool = False,
         chunk_size: int = 512,
+        watch: Watch | None = None,
         progress: Progress = QUIET,
     ) -> Samples:
-        """Continuations of one prefix; sample i depends on (seed, i), not on the chunk size."""
+        """Continuations of one prefix; sample i depends on (seed, i), not on the chunk size.
+        `watch` sees every chunk with what the network computed for it."""
         counts = {"num_samples": num_samples, "num_tokens": num_tokens, "chunk_size": chunk_size}
         for field, count in counts.items():
             if count < 1:
@@ -183,16 +192,21 @@ class LanguageModel:
         with progress.bar("sampling", num_samples) as bar:
             for first in range(0, num_samples, chunk_size):
                 count = min(chunk_size, num_samples - first)
-                part = self.sample_chunk(
-                    prefix_ids_GP,
-                    prefix_numbers=[0],
-                    first_sample=first,
-                    num_samples=count,
-                    num_tokens=num_tokens,
-                    seed=seed,
-                    truncation=truncation,
-                    stop_at_end=stop_at_end,
-                )
+                chunk: dict[str, Any] = {
+                    "prefix_ids_GP": prefix_ids_GP,
+                    "prefix_numbers": [0],
+                    "first_sample": first,
+                    "num_samples": count,
+                    "num_tokens": num_tokens,
+                    "seed": seed,
+                    "truncation": truncation,
+                    "stop_at_end": stop_at_end,
+                }
+                if watch is None:
+                    part = self.sample_chunk(**chunk)
+                else:
+                    part, features = self.sample_chunk_with_features(layers=watch.layers, **chunk)
+                    watch.see(part, features)
                 parts.append(part)
                 bar.advance(count)
         return Samples(
