@@ -153,6 +153,7 @@ def attacked(run: Run) -> Run:
         "last_step": None,
         "repeats": [
             {
+                "num_samples": 4,
                 "context": ATTACK,
                 "repeated": ATTACK,
                 "base": 0.75,

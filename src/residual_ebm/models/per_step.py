@@ -8,7 +8,7 @@ A_p is Z(prefix); A_T is exp(-E(x)), exact. The numerator of a step is the denom
 so a chain of T - p estimates serves every step. At t = T nothing is left to write, and A_(T-1) is a
 sum over the vocabulary: the last step can be had exactly, to check the estimate.
 
-Shapes: S = steps + 1 links of the chain, C steps, V vocabulary, T tokens of a block.
+Shapes: S = steps + 1 links of the chain, C steps, V vocabulary, T tokens of a block, B blocks.
 """
 
 from dataclasses import dataclass
@@ -19,9 +19,12 @@ from torch import Tensor
 from residual_ebm.errors import UserError
 from residual_ebm.estimation.importance import effective_sample_size, log_weight, pareto_k
 from residual_ebm.estimation.partition import log_partition_error
+from residual_ebm.models.energy import EnergyModel
 from residual_ebm.models.joint import JointModel
+from residual_ebm.models.language_model import TokenFeatures
 from residual_ebm.randomness import derive_seed
 
+_BLOCKS_AT_ONCE = 256
 _NORMAL_95 = 1.959964  # standard errors on each side of a 95 % interval
 
 
@@ -108,8 +111,31 @@ def exact_last_link(joint: JointModel, ids_T: Tensor) -> float:
         raise UserError(
             "block", f"{len(ids_T)} tokens", f"only the last of {horizon} tokens is enumerable"
         )
-    vocabulary = joint.language_model.vocabulary_size
-    ids_VT = ids_T.expand(vocabulary, -1).clone()
-    ids_VT[:, -1] = torch.arange(vocabulary)
     log_prob_V = joint.language_model.next_log_prob(ids_T[:-1])
-    return float((log_prob_V + log_weight(joint.energy(ids_VT)).cpu()).logsumexp(0))
+    energy_V = _energies_of_last_tokens(joint, ids_T, log_prob_V)
+    return float((log_prob_V + log_weight(energy_V).cpu()).logsumexp(0))
+
+
+@torch.inference_mode()
+def _energies_of_last_tokens(joint: JointModel, ids_T: Tensor, log_prob_V: Tensor) -> Tensor:
+    """E of a block with every token of the vocabulary as its last one."""
+    token_V = torch.arange(joint.language_model.vocabulary_size)
+    energy, language_model = joint.energy_model, joint.language_model
+    if not isinstance(energy, EnergyModel) or energy.info.kind != "heat":
+        ids_VT = ids_T.expand(len(token_V), -1).clone()
+        ids_VT[:, -1] = token_V
+        return joint.energy(ids_VT)
+    # HeaT reads states of P_LM, none of which has seen the last token: they are the same for all.
+    start = joint.block.prefix_length
+    shared = language_model.features(ids_T[None], start, energy.state_layers)
+    embedding_VH = language_model.model.get_input_embeddings().weight
+    energies = []
+    for token_B in token_V.split(_BLOCKS_AT_ONCE):
+        rows = TokenFeatures(
+            *(part.expand(len(token_B), *part.shape[1:]).clone() for part in shared)
+        )
+        rows.embedding_BCH[:, -1] = embedding_VH[token_B]
+        rows.log_prob_BC[:, -1] = log_prob_V[token_B].to(rows.log_prob_BC)
+        mask_BC = torch.ones(rows.log_prob_BC.shape, dtype=torch.bool, device=language_model.device)
+        energies.append(energy.of_features(rows, mask_BC).float().cpu())
+    return torch.cat(energies)

@@ -234,9 +234,9 @@ def repeats_of(run: Run) -> dict[str, Any] | None:
             " tokens that the text has said. Of the"
             f" {len(known)} whose repeated token is among the language model's 128 likeliest, the"
             f" joint model {steps['energy']} makes it less likely in {rarer}"
-            f" ({steps['num_samples']} completions of each candidate). Shown: the likeliest next"
-            " tokens of both models, normalised among the ten best of each; marked: the repeated"
-            " one."
+            f" ({entries[0]['num_samples']} completions of each candidate). Shown: the likeliest"
+            " next tokens of both models, normalised among the ten best of each; marked: the"
+            " repeated one."
         ),
         "contexts": [_repeat(entry) for entry in entries],
     }

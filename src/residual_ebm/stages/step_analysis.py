@@ -28,6 +28,7 @@ from residual_ebm.stages.evaluate import resampling
 from residual_ebm.stages.proposals import evaluation_prefixes, some_prefixes
 
 _NUM_CANDIDATES = 128
+_MOST_COMPLETIONS = 100  # of each candidate
 _NUM_SHOWN = 10
 _REPEATED = 3  # tokens
 
@@ -240,7 +241,7 @@ def _repeats(
                     joint,
                     torch.from_numpy(prefix_PL[prefix]),
                     torch.from_numpy(rows.ids_NC[prefix, : place + 1]),
-                    config.num_samples,
+                    min(config.num_samples, _MOST_COMPLETIONS),
                     derive_seed(recipe.seed, "repeat", prefix, place),
                 )
                 write_json(path, entry)
@@ -275,6 +276,7 @@ def _of_repeat(
     }
     return {
         "energy_fingerprint": joint.energy_model.fingerprint,
+        "num_samples": num_samples,
         "context": joint.decode(torch.cat([prefix_ids, continued_ids[:-1]])),
         "repeated": joint.decode(torch.tensor([repeated])),
         # Among the candidates; None where the sampled token is not one of them.
