@@ -18,6 +18,7 @@ from residual_ebm.randomness import derive_seed
 from residual_ebm.recipe_file import load_recipe
 from residual_ebm.report.charts import image_of
 from residual_ebm.report.figures import run_figures
+from residual_ebm.report.paper_figures import paper_figures
 from residual_ebm.stages import calibrate
 from residual_ebm.stages.pipeline import run_all
 from residual_ebm.stages.proposals import evaluation_prefixes
@@ -82,6 +83,23 @@ def test_figures_of_the_calibration(run: RunDirectory) -> None:
     for name in ("coverage", "bias", "warnings", "warnings-k-hat", "warnings-ess"):
         assert "5 estimates of 4 documents each" in figures[name].made_of
         assert len(image_of(figures[name].chart(alone=True), "svg")) > 1000
+
+
+def test_what_the_docs_say_of_it(run: RunDirectory) -> None:
+    analysis = json.loads(run.analysis.read_text())
+    rows = analysis["calibration"]["rows"]
+    for row, covered, bias in zip(rows, (0.9, 0.8, 0.7, 0.95), (0.1, 0.0, -0.2, 0.0), strict=True):
+        row.update(covered=covered, covered_with_known_partition=0.9, upper_bias=bias)
+        row.update(lower_bias=-0.5, share_past_pareto_k=0.0)
+    rows[2].update(share_past_pareto_k=0.9)
+    rows[2]["warnings"]["heavy weights"]["when_missed"] = 0.75
+    coverage_of, bias_of, warned = (
+        made.comparison for made in paper_figures(run.read_results(), analysis)
+    )
+    assert coverage_of.startswith("With log Z known 90% of the intervals hold the truth; of")
+    assert coverage_of.endswith("at least 70% (energy x 3, n = 8).")
+    assert "below the truth, by 20.0%, at energy x 3 and n = 8; the lower one is 50.0%" in bias_of
+    assert "(1 of 4 settings), at least 75% of the misses are flagged" in warned
 
 
 def test_log_z_is_the_sum_over_all_continuations(run: RunDirectory) -> None:

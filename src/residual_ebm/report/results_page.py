@@ -96,7 +96,7 @@ def _figures(name: str, results: dict[str, Any], analysis: dict[str, Any] | None
     made = paper_figures(results, analysis)
     lines = []
     if made:
-        lines += ["", f"### The paper's figures for {name}", ""]
+        lines += ["", f"### Figures of {name}", ""]
         lines.append(f"Made by `rebm run {name}`; drawn again by `rebm report runs/{name}`.")
     for entry in made:
         lines += ["", f"![{entry.figure.title}]({_figure_file(name, entry)})", ""]
