@@ -13,6 +13,7 @@ from residual_ebm.files.log_weights import REAL, read_log_weights, read_real
 from residual_ebm.files.run_directory import RunDirectory
 from residual_ebm.files.samples import join_rows, pick_rows, read_rows
 from residual_ebm.models.loading import load_tokenizer
+from residual_ebm.report.page import read_run
 from residual_ebm.stages import analyze, evaluate
 
 ENERGIES = ("unit", "bit", "heat")
@@ -215,4 +216,15 @@ def test_new_results_have_their_analysis_made_anew(tiny_copy: Path) -> None:
     evaluate.run(recipe, run_dir)
     assert not run_dir.analysis.exists()
     analyze.run(recipe, run_dir)
+    assert run_dir.analysis.read_bytes() == before
+
+
+def test_an_analysis_of_an_older_version_is_made_anew(tiny_copy: Path) -> None:
+    run_dir = RunDirectory(tiny_copy)
+    before = run_dir.analysis.read_bytes()
+    old = {key: value for key, value in json.loads(before).items() if key != "version"}
+    run_dir.analysis.write_text(json.dumps(old))
+    assert run_dir.read_analysis() is None
+    assert read_run(tiny_copy).analysis is None, "a report does without"
+    analyze.run(run_dir.recipe(), run_dir)
     assert run_dir.analysis.read_bytes() == before

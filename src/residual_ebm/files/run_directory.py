@@ -20,6 +20,7 @@ from residual_ebm.files.storage import (
 from residual_ebm.recipe_file import first_difference, load_recipe
 
 RECIPE = "recipe.yaml"
+ANALYSIS_VERSION = 2  # of what `analyze` writes; an older one is made anew
 _HEADER = "# The recipe of this run, complete: `rebm run` with it makes the same run again.\n"
 _TIMINGS = "timings.json"
 _OF_A_NEW_RUN = (".lock", RECIPE, f".partial-{RECIPE}", _TIMINGS)
@@ -72,6 +73,13 @@ class RunDirectory:
             )
         results: dict[str, Any] = read_json(self.results, has="joint_models")
         return results
+
+    def read_analysis(self) -> dict[str, Any] | None:
+        """None where there is none, or one that this version would make otherwise."""
+        if not self.analysis.exists():
+            return None
+        analysis: dict[str, Any] = read_json(self.analysis, has="energies")
+        return analysis if analysis.get("version") == ANALYSIS_VERSION else None
 
     def forget_metrics_after(self, stage: str, model: str, step: int) -> None:
         """Drop lines that a killed run logged past its last checkpoint: they come again."""

@@ -5,39 +5,15 @@ Every figure is drawn from `results.json` and `analysis.json` alone.
 
 import functools
 import math
-import textwrap
-from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from collections.abc import Iterator
 from typing import Any
 
 from matplotlib.axes import Axes
-from matplotlib.figure import Figure
 from matplotlib.ticker import ScalarFormatter
 
-from residual_ebm.report.charts import BASE, CYCLE, INK, JOINT, REAL, new_chart, plot_curve, style
-
-_GUIDE: dict[str, Any] = {"linestyle": ":", "color": INK, "linewidth": 0.8, "alpha": 0.6}
-
-
-@dataclass(frozen=True)
-class RunFigure:
-    """A chart with its caption; `name` is that of its files."""
-
-    name: str
-    title: str
-    caption: str
-    made_of: str  # prefixes, samples, seed
-    draw: Callable[[Axes], None]
-
-    def chart(self, *, alone: bool = False) -> Figure:
-        """With its title and what it was made of, where it stands alone."""
-        with style():
-            figure, axes = new_chart()
-            self.draw(axes)
-            if alone:
-                axes.set_title(self.title)
-                figure.supxlabel(textwrap.fill(self.made_of, 90), fontsize=7)
-        return figure
+from residual_ebm.report.calibration_figures import coverage_figures
+from residual_ebm.report.charts import BASE, JOINT, REAL, plot_curve
+from residual_ebm.report.run_figure import GUIDE, RunFigure, colours
 
 
 def run_figures(results: dict[str, Any], analysis: dict[str, Any] | None) -> list[RunFigure]:
@@ -57,7 +33,7 @@ def run_figures(results: dict[str, Any], analysis: dict[str, Any] | None) -> lis
         if analysis.get("per_step"):
             figures.insert(1, _per_step(analysis["per_step"], analysis["seed"]))
         if analysis.get("calibration"):
-            figures[1:1] = _coverage(analysis["calibration"], analysis["seed"])
+            figures[1:1] = coverage_figures(analysis["calibration"], analysis["seed"])
     return [*figures, *_curves(results)]
 
 
@@ -170,14 +146,14 @@ class Made:
 
     def roc(self) -> RunFigure:
         def draw(axes: Axes) -> None:
-            for colour, (name, entry) in zip(_colours(), self._energies.items(), strict=False):
+            for colour, (name, entry) in zip(colours(), self._energies.items(), strict=False):
                 curve = entry["detector"]["roc"]
                 detector = entry["detector"]
                 label = f"{name}, AUC {detector['auc']:.3f}, accuracy {detector['accuracy']:.1%}"
                 axes.plot(
                     curve["false_positive"], curve["true_positive"], color=colour, label=label
                 )
-            axes.plot([0, 1], [0, 1], **_GUIDE)
+            axes.plot([0, 1], [0, 1], **GUIDE)
             axes.set_xlabel("samples taken for real text")
             axes.set_ylabel("real text recognised")
             axes.legend(loc="lower right")
@@ -193,11 +169,11 @@ class Made:
 
     def calibration(self) -> RunFigure:
         def draw(axes: Axes) -> None:
-            for colour, (name, entry) in zip(_colours(), self._energies.items(), strict=False):
+            for colour, (name, entry) in zip(colours(), self._energies.items(), strict=False):
                 found = entry["detector"]["calibration"]
                 points = [(one["predicted"], one["observed"]) for one in found["bins"]]
                 plot_curve(axes, points, f"{name}, off by {found['error']:.3f}", color=colour)
-            axes.plot([0, 1], [0, 1], **_GUIDE)
+            axes.plot([0, 1], [0, 1], **GUIDE)
             axes.set_xlabel("probability of being real, says the energy")
             axes.set_ylabel("share that is real")
             axes.legend(loc="upper left")
@@ -216,7 +192,7 @@ class Made:
 
         def draw(axes: Axes) -> None:
             axes.hist(ranks, bins=[tenth / 10 for tenth in range(11)], color=JOINT, alpha=0.8)
-            axes.axhline(len(ranks) / 10, **_GUIDE)
+            axes.axhline(len(ranks) / 10, **GUIDE)
             axes.set_xlabel("share of proposals with a lower energy than the real text")
             axes.set_ylabel("prefixes")
 
@@ -233,7 +209,7 @@ class Made:
 def _draw_bounds(
     axes: Axes, bounds: dict[str, list[dict[str, float]]], bases: dict[str, float]
 ) -> None:
-    for colour, (name, rows) in zip(_colours(), bounds.items(), strict=False):
+    for colour, (name, rows) in zip(colours(), bounds.items(), strict=False):
         counts = [row["num_samples"] for row in rows]
         lower = [row["lower"] for row in rows]
         upper = [row["upper"] for row in rows]
@@ -269,7 +245,7 @@ def _per_step(steps: dict[str, Any], seed: int) -> RunFigure:
             gain = 100 * (1 - last["exact_perplexity"] / last["base_perplexity"])
             star = f"last, enumerated, {last['num_prefixes']} prefixes"
             axes.plot(place[-1], gain, "*", color=BASE, markersize=11, label=star)
-        axes.axhline(0, **_GUIDE)
+        axes.axhline(0, **GUIDE)
         axes.set_xlabel("position after the prefix")
         axes.set_ylabel("perplexity gained, %")
         axes.legend()
@@ -300,83 +276,6 @@ def _per_step(steps: dict[str, Any], seed: int) -> RunFigure:
 def _gained(nats: float) -> float:
     """Per cent of perplexity."""
     return 100 * (1 - math.exp(-nats))
-
-
-def _coverage(found: dict[str, Any], seed: int) -> list[RunFigure]:
-    by_scale: dict[float, list[dict[str, Any]]] = {}
-    for row in found["rows"]:
-        by_scale.setdefault(row["scale"], []).append(row)
-    made_of = (
-        f"Energy {found['energy']}, times a factor; {found['rows'][0]['num_replicates']} estimates"
-        f" of {found['num_documents']} documents each, drawn from {found['num_prefixes']} prefixes"
-        f" with {found['num_continuations']} continuations, seed {seed}."
-    )
-
-    def draw(axes: Axes, value: Callable[[dict[str, Any]], float | None]) -> None:
-        for colour, (scale, rows) in zip(_colours(), by_scale.items(), strict=False):
-            values = [(row["num_samples"], value(row)) for row in rows]
-            points = [(count, share) for count, share in values if share is not None]
-            if points:
-                plot_curve(axes, points, f"energy x {scale:g}", color=colour)
-        axes.set_xscale("log", base=2)
-        axes.xaxis.set_major_formatter(ScalarFormatter())
-        axes.set_xlabel("samples a prefix")
-        axes.legend()
-
-    def draw_covered(axes: Axes) -> None:
-        draw(axes, lambda row: float(row["covered"]))
-        known = sum(row["covered_with_known_partition"] for row in found["rows"])
-        axes.axhline(0.95, **_GUIDE)
-        axes.axhline(known / len(found["rows"]), color=REAL, linestyle="--", linewidth=1)
-        axes.set_ylim(-0.03, 1.03)
-        axes.set_ylabel("intervals that hold the truth")
-
-    def draw_bias(axes: Axes) -> None:
-        draw(axes, lambda row: float(row["upper_bias"]))
-        axes.axhline(0, **_GUIDE)
-        axes.set_ylabel("log upper perplexity minus log truth")
-
-    def draw_warned(axes: Axes, kind: str) -> None:
-        draw(axes, lambda row: row["warnings"][kind]["when_missed"])
-        axes.set_ylim(-0.03, 1.03)
-        axes.set_ylabel("of misses, flagged")
-
-    warned = {
-        "heavy weights": ("warnings-k-hat", "Does k-hat warn of a miss?"),
-        "few effective samples": ("warnings-ess", "Does the effective sample size warn?"),
-        "any": ("warnings", "Does any flag warn?"),
-    }
-    return [
-        RunFigure(
-            "coverage",
-            "Does the published interval hold the truth?",
-            "Share of published 95 % intervals (dotted: 95 %) that hold the true perplexity of the"
-            " joint model, which is summed over all continuations. Dashed: intervals of the same"
-            " documents with log Z known, so what is missing there is the bootstrap's own.",
-            made_of,
-            draw_covered,
-        ),
-        RunFigure(
-            "bias",
-            "How far is the upper bound from the truth?",
-            "Mean over estimates, on the same documents. Below 0 the upper bound lies below the"
-            " true perplexity: too few samples flatter even it.",
-            made_of,
-            draw_bias,
-        ),
-        *(
-            RunFigure(
-                name,
-                title,
-                f"Of the estimates whose interval misses the truth, the share with"
-                f" {'a flag' if kind == 'any' else f'the flag {kind!r}'}; no point where none"
-                " misses.",
-                made_of,
-                functools.partial(draw_warned, kind=kind),
-            )
-            for kind, (name, title) in warned.items()
-        ),
-    ]
 
 
 def _draw_repetition(axes: Axes, rows: list[dict[str, Any]], kind: str) -> None:
@@ -411,7 +310,7 @@ def _curves(results: dict[str, Any]) -> Iterator[RunFigure]:
             continue  # no curve, and the table has the numbers
 
         def draw(axes: Axes, curves: dict[str, Any] = curves) -> None:
-            for colour, (label, points) in zip(_colours(), curves.items(), strict=False):
+            for colour, (label, points) in zip(colours(), curves.items(), strict=False):
                 plot_curve(axes, points, label, color=colour)
             axes.set_xlabel("step")
             axes.set_ylabel("validation loss")
@@ -425,8 +324,3 @@ def _curves(results: dict[str, Any]) -> Iterator[RunFigure]:
             f"Seed {results['seed']}.",
             draw,
         )
-
-
-def _colours() -> Iterator[str]:
-    while True:
-        yield from CYCLE

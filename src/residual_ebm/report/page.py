@@ -14,9 +14,8 @@ from jinja2 import Environment, StrictUndefined
 
 from residual_ebm.errors import UserError
 from residual_ebm.files.run_directory import RunDirectory
-from residual_ebm.files.storage import read_json
 from residual_ebm.report.charts import INK, image_of
-from residual_ebm.report.figures import RunFigure, run_figures
+from residual_ebm.report.figures import run_figures
 from residual_ebm.report.rows import (
     HEADINGS,
     base_perplexity,
@@ -32,6 +31,7 @@ from residual_ebm.report.rows import (
     table_rows,
     tail_text,
 )
+from residual_ebm.report.run_figure import RunFigure
 from residual_ebm.report.story import Piece, compare_texts, verdict
 
 _SHOWN_TOKENS = 5
@@ -77,8 +77,7 @@ def read_run(folder: Path) -> Run:
             "its results are of an older version; delete results.json and"
             " run it again, nothing is trained anew",
         )
-    analysis = read_json(run_dir.analysis, has="energies") if run_dir.analysis.exists() else None
-    return Run(folder.resolve().name, results, analysis, run_dir.read_timings())
+    return Run(folder.resolve().name, results, run_dir.read_analysis(), run_dir.read_timings())
 
 
 def html_report(runs: list[Run]) -> str:

@@ -6,8 +6,9 @@ The sentences are made of the numbers: what the paper says is quoted, what is fo
 from collections.abc import Sequence
 from typing import Any, NamedTuple
 
-from residual_ebm.report.figures import RunFigure, run_figures
+from residual_ebm.report.figures import run_figures
 from residual_ebm.report.rows import base_perplexity, best_row
+from residual_ebm.report.run_figure import RunFigure
 
 _POSITIONS = 10  # at either end of a continuation
 _DIFFERENCES = {"base": 21.64, "joint": 6.20}  # of means, in nats: the paper's section 4.3

@@ -23,7 +23,7 @@ from residual_ebm.estimation.nce import nce_accuracy
 from residual_ebm.estimation.partition import bounds_on_disjoint_subsets, log_partition_bounds
 from residual_ebm.estimation.repetition import count_ngrams, unique_among, unique_within
 from residual_ebm.files.log_weights import RealContinuations
-from residual_ebm.files.run_directory import RunDirectory
+from residual_ebm.files.run_directory import ANALYSIS_VERSION, RunDirectory
 from residual_ebm.files.samples import SampleRows, pick_rows
 from residual_ebm.files.source_commit import source_commit
 from residual_ebm.files.storage import write_json
@@ -45,10 +45,11 @@ _CURVE_POINTS = 51  # of a ROC curve, as it is kept, along each axis
 
 
 def run(recipe: Recipe, run_dir: RunDirectory, progress: Progress = QUIET) -> None:
-    if run_dir.analysis.exists():
+    if run_dir.read_analysis() is not None:
         return
     progress.stage(SENTENCE)
     analysis: dict[str, Any] = {
+        "version": ANALYSIS_VERSION,
         "recipe": recipe.name,
         "commit": source_commit(),
         "seed": recipe.seed,
