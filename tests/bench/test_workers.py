@@ -14,12 +14,12 @@ def sleeping(seconds: float, units: int) -> Work:
     return Work(lambda: time.sleep(seconds), units)
 
 
-def noting(path: str, name: str) -> Work:
-    def run() -> None:
+def noting(path: str, name: str, warm_up: str | None = None) -> Work:
+    def note(what: str) -> None:
         with Path(path).open("a") as file:
-            file.write(f"{name} {os.getpid()}\n")
+            file.write(f"{what} {os.getpid()}\n")
 
-    return Work(run, 1)
+    return Work(lambda: note(name), 1, (lambda: note(warm_up)) if warm_up else None)
 
 
 def missing() -> Work:
@@ -79,6 +79,17 @@ def test_a_long_first_turn_counts(tmp_path: Path) -> None:
     assert len(path.read_text().splitlines()) == 3
     assert len(short.seconds) == 1
     assert short.seconds != [short.first_seconds]
+    (compiling,) = alternate([spec._replace(compiles=True)], 1, timeout=60, long_turn=0.0)
+    assert len(path.read_text().splitlines()) == 5
+    assert compiling.seconds != [compiling.first_seconds]
+
+
+def test_what_warms_up_otherwise_does_so_once(tmp_path: Path) -> None:
+    path = tmp_path / "turns"
+    spec = Spec("a", f"{HERE}noting", {"path": str(path), "name": "a", "warm_up": "w"})
+    (reading,) = alternate([spec], 2, timeout=60)
+    assert path.read_text().split()[::2] == ["w", "a", "a"]
+    assert len(reading.seconds) == 2
 
 
 def test_a_broken_candidate_has_a_reason_and_no_rate() -> None:

@@ -16,7 +16,7 @@ from typing import Any, NamedTuple
 import residual_ebm
 from residual_ebm.bench.agreement import agreement
 from residual_ebm.bench.setting import Setting
-from residual_ebm.bench.sweeps import Sweeps, reading_row
+from residual_ebm.bench.sweeps import LONG_TURN, Sweeps, reading_row
 from residual_ebm.bench.workers import Spec, alternate
 from residual_ebm.errors import UserError
 from residual_ebm.files.source_commit import source_commit
@@ -36,7 +36,8 @@ class Bench(NamedTuple):
 
 
 def _spec(name: str, factory: str, **arguments: Any) -> Spec:
-    return Spec(name, f"{_HERE}.{factory}", arguments)
+    compiles = factory.startswith("ours:") or arguments.get("compiled", False)
+    return Spec(name, f"{_HERE}.{factory}", arguments, compiles)
 
 
 def _compare(
@@ -53,6 +54,7 @@ def _compare(
         timeout=bench.setting.timeout,
         label=name,
         progress=bench.progress,
+        long_turn=LONG_TURN,
     )
     ours = readings[0].rate
     return {

@@ -188,7 +188,7 @@ def evaluate(
         parts = [energies_of(first).float() for first in range(0, num_samples, chunk_size)]
         log_partition_bounds(log_weight(torch.cat(parts)))
 
-    return Work(run, num_samples)
+    return Work(run, num_samples, warm_up=lambda: _discard(energies_of(0)))
 
 
 def _info(kind: Any, prefix_length: int, length: int) -> EnergyInfo:

@@ -13,9 +13,10 @@ from residual_ebm.bench.setting import Setting
 from residual_ebm.bench.workers import Reading, Spec, alternate
 from residual_ebm.progress import Progress
 
-_SLOWER_STEPS = 2  # a sweep goes no further after so many
+_STEPS_IN_VAIN = 2  # a sweep goes no further after so many
+_WORTH_A_STEP = 1.05  # times the best rate so far
 _AS_GOOD = 0.98  # of the best rate: the smallest such setting is taken, its turns are shorter
-_LONG_TURN = 30.0  # seconds, beside which warming up does not count
+LONG_TURN = 30.0  # seconds, beside which warming up does not count
 
 
 def reading_row(reading: Reading) -> dict[str, Any]:
@@ -37,18 +38,19 @@ class Sweeps:
     ) -> tuple[Spec, list[dict[str, Any]]]:
         """The quickest of some specs, by one turn, and what those tried did.
 
-        A ladder is one setting in rising order; it is climbed until two steps in a row are slower
-        than the best of it so far.
+        A ladder is one setting in rising order; it is climbed until two steps in a row are hardly
+        quicker than the best of it so far, or slower.
         """
         tried: list[tuple[Spec, dict[str, Any]]] = []
         for ladder in ladders:
-            best, slower = 0.0, 0
+            best, in_vain = 0.0, 0
             for spec in ladder:
                 row = self._row(name, spec)
                 tried.append((spec, row))
                 rate = row["rate"] or 0.0
-                best, slower = max(best, rate), 0 if rate > best else slower + 1
-                if slower == _SLOWER_STEPS:
+                in_vain = 0 if rate > _WORTH_A_STEP * best else in_vain + 1
+                best = max(best, rate)
+                if in_vain == _STEPS_IN_VAIN:
                     break
         top = max(row["rate"] or 0.0 for _, row in tried)
         as_good = [pair for pair in tried if (pair[1]["rate"] or 0.0) >= _AS_GOOD * top]
@@ -64,8 +66,7 @@ class Sweeps:
                 timeout=self.setting.timeout,
                 label=key,
                 progress=self.progress,
-                # One that compiles itself has spent its first turn on that.
-                long_turn=None if spec.arguments.get("compiled") else _LONG_TURN,
+                long_turn=LONG_TURN,
             )
             self.known[key] = reading_row(reading)
             self.keep()

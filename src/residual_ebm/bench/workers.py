@@ -25,6 +25,9 @@ class Work(NamedTuple):
 
     run: Callable[[], None]
     units: int  # tokens, blocks or samples: what rates count
+    warm_up: Callable[[], None] | None = (
+        None  # does instead for its first turn, where `run` is long
+    )
 
 
 class Spec(NamedTuple):
@@ -33,6 +36,7 @@ class Spec(NamedTuple):
     name: str
     factory: str
     arguments: dict[str, Any]
+    compiles: bool = False  # in its first turn, which therefore says nothing of the others
 
 
 @dataclass
@@ -61,7 +65,8 @@ def alternate(
     long_turn: float | None = None,
 ) -> list[Reading]:
     """One turn of each to warm up, then `repeats` rounds in which all take a turn. A first turn of
-    `long_turn` seconds or more counts as a round: warming up is a small part of it."""
+    `long_turn` seconds or more, of one that does not compile, counts as a round: warming up is a
+    small part of it."""
     workers: list[_Worker] = []
     try:
         with progress.bar(label, len(specs) * (2 + repeats)) as bar:
@@ -82,6 +87,7 @@ def alternate(
 class _Worker:
     def __init__(self, spec: Spec, timeout: float) -> None:
         self.reading = Reading(spec.name)
+        self._compiles = spec.compiles
         self._timeout = timeout
         # Spawned: a fork would inherit this process's threads and memory.
         context = multiprocessing.get_context("spawn")
@@ -96,7 +102,7 @@ class _Worker:
     def turn(self, *, first: bool) -> None:
         if self.reading.error is not None:
             return
-        answer = self._answer(ask="run")
+        answer = self._answer(ask="warm up" if first else "run")
         if answer is None:
             return
         self.reading.peak_bytes = answer["peak_bytes"]
@@ -108,7 +114,7 @@ class _Worker:
     def rounds_ahead(self, long_turn: float | None) -> int:
         """1 where the first turn was long enough to count; it is then among the seconds."""
         first, seconds = self.reading.first_seconds, self.reading.seconds
-        if long_turn is None or first is None or first < long_turn:
+        if self._compiles or long_turn is None or first is None or first < long_turn:
             return 0
         if not seconds:
             seconds.append(first)
@@ -146,9 +152,9 @@ def _serve(connection: Connection, spec: Spec) -> None:
         _forget_peak()
         connection.send({"units": work.units})
         while True:
-            connection.recv()
+            asked = connection.recv()
             begun = time.perf_counter()
-            work.run()
+            (work.warm_up if asked == "warm up" and work.warm_up else work.run)()
             connection.send({"seconds": time.perf_counter() - begun, "peak_bytes": _peak_bytes()})
     except (EOFError, KeyboardInterrupt):
         return  # the parent is gone, or going
