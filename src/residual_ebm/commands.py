@@ -110,8 +110,8 @@ def run(recipe: str, overrides: list[str], out: Path | None, dry_run: bool) -> O
     progress = TerminalProgress()
     if loaded.precision == "float32" and load_recipe(recipe, overrides).precision == "auto":
         progress.note(
-            "float32, because bfloat16 is slow on this machine (no AMX, no GPU): expect two to"
-            " three times as long as the recipe says"
+            "float32, because bfloat16 is no quicker on this machine: expect two to three times"
+            " as long as the recipe says"
         )
     with open_run(folder, loaded) as run_dir:
         data = run_all(loaded, run_dir, progress)

@@ -316,6 +316,11 @@ def test_results_of_an_older_version(
     assert code == 2
     assert "older version" in error
     assert (tiny_copy / "report.html").read_bytes() == before
+    code, _, _ = rebm("run", tiny_copy / "recipe.yaml", "--out", tiny_copy)
+    assert code == 0
+    assert "resolved_recipe" in json.loads((tiny_copy / "results.json").read_text())
+    code, _, _ = rebm("report", tiny_copy)
+    assert code == 0
 
 
 # Words

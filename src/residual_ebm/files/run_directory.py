@@ -74,6 +74,10 @@ class RunDirectory:
         results: dict[str, Any] = read_json(self.results, has="joint_models")
         return results
 
+    def has_results(self) -> bool:
+        """Not those of an older version, which lack what reports need: they are made anew."""
+        return self.results.exists() and "resolved_recipe" in self.read_results()
+
     def read_analysis(self) -> dict[str, Any] | None:
         """None where there is none, or one that this version would make otherwise."""
         if not self.analysis.exists():

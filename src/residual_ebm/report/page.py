@@ -70,12 +70,11 @@ def read_run(folder: Path) -> Run:
     run_dir = RunDirectory(folder)
     run_dir.recipe()
     results = run_dir.read_results()
-    if "resolved_recipe" not in results:
+    if not run_dir.has_results():
         raise UserError(
             "run",
             str(folder),
-            "its results are of an older version; delete results.json and"
-            " run it again, nothing is trained anew",
+            "its results are of an older version; `rebm run` makes them anew and trains nothing",
         )
     return Run(folder.resolve().name, results, run_dir.read_analysis(), run_dir.read_timings())
 

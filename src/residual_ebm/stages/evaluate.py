@@ -47,7 +47,7 @@ _LARGEST_SCALE = 4.0
 
 
 def run(recipe: Recipe, run_dir: RunDirectory, progress: Progress = QUIET) -> None:
-    if run_dir.results.exists():
+    if run_dir.has_results():
         return
     use_recipe_threads(recipe)
     progress.stage(SENTENCE)

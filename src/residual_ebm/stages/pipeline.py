@@ -71,6 +71,7 @@ def progress_of(recipe: Recipe, run_dir: RunDirectory) -> list[dict[str, str]]:
         begun = folder.exists() or resume_folder(folder).exists()
         state = "done" if is_complete(folder) else "begun" if begun else "missing"
         states.append({"what": what, "state": state})
-    for what, path in (("results", run_dir.results), ("analysis", run_dir.analysis)):
-        states.append({"what": what, "state": "done" if path.exists() else "missing"})
+    made = {"results": run_dir.has_results(), "analysis": run_dir.read_analysis() is not None}
+    for what, done in made.items():
+        states.append({"what": what, "state": "done" if done else "missing"})
     return states
