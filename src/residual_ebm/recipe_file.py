@@ -1,4 +1,8 @@
-"""Recipes as files: found by name or path, overridden by `key.path=value`, checked, compared."""
+"""Recipes as files: found by name or path, overridden by `key.path=value`, checked, compared.
+
+A recipe that says `like: NAME` is that other one with `changes` (key.path: value) and with the
+sections it has itself.
+"""
 
 import difflib
 import re
@@ -14,6 +18,7 @@ from residual_ebm.config import Recipe
 from residual_ebm.errors import UserError
 
 _RECIPES = resources.files("residual_ebm") / "recipes"
+_SUFFIXES = (".yaml", ".yml")
 
 
 class _Loader(yaml.SafeLoader):
@@ -52,34 +57,53 @@ def recipe_names() -> list[str]:
 
 def load_recipe(name_or_file: str, overrides: Sequence[str] = ()) -> Recipe:
     """A recipe by name or from a file, with `key.path=value` overrides, checked."""
+    tree = _tree_of(name_or_file)
+    for override in overrides:
+        apply_override(tree, override)
+    return check_recipe(tree)
+
+
+def _tree_of(name_or_file: str, liked_by: Sequence[str] = ()) -> dict[str, Any]:
+    tree = parse_yaml(_text_of(name_or_file), name_or_file)
+    if not isinstance(tree, dict):
+        raise UserError("recipe", name_or_file, "not a mapping of keys to values")
+    if "like" not in tree:
+        return tree
+    other, changes = tree.pop("like"), tree.pop("changes", None) or {}
+    if not isinstance(other, str):
+        raise UserError("like", other, "name a recipe or a .yaml file")
+    if not isinstance(changes, dict):
+        raise UserError("changes", changes, "write them as key.path: value")
+    if Path(other).suffix in _SUFFIXES:  # beside the recipe that names it
+        other = str(Path(name_or_file).parent / other)
+    if other in (*liked_by, name_or_file):
+        raise UserError("like", other, "is this recipe itself; name another")
+    tree = {**_tree_of(other, (*liked_by, name_or_file)), **tree}
+    for path, value in changes.items():
+        _set(tree, str(path), value, "changes")
+    return tree
+
+
+def _text_of(name_or_file: str) -> str:
     path = Path(name_or_file)
     names = recipe_names()
-    if path.suffix in (".yaml", ".yml") or _is_file(path):
+    if path.suffix in _SUFFIXES or _is_file(path):
         try:
-            text = path.read_text(encoding="utf-8")
+            return path.read_text(encoding="utf-8")
         except (OSError, UnicodeDecodeError) as error:
             reason = getattr(error, "strerror", None) or "not UTF-8 text"
             raise UserError(
                 "recipe", name_or_file, f"cannot be read ({reason}); check the path"
             ) from None
-    elif name_or_file in names:
-        text = (resources.files("residual_ebm") / "recipes" / f"{name_or_file}.yaml").read_text(
-            "utf-8"
-        )
-    else:
-        close = difflib.get_close_matches(name_or_file, names, n=1)
-        hint = f"did you mean {close[0]}? " if close else ""
-        raise UserError(
-            "recipe",
-            name_or_file,
-            f"unknown recipe; {hint}there are {', '.join(names)}, or give a .yaml file",
-        )
-    tree = parse_yaml(text, name_or_file)
-    if not isinstance(tree, dict):
-        raise UserError("recipe", name_or_file, "not a mapping of keys to values")
-    for override in overrides:
-        apply_override(tree, override)
-    return check_recipe(tree)
+    if name_or_file in names:
+        return (_RECIPES / f"{name_or_file}.yaml").read_text("utf-8")
+    close = difflib.get_close_matches(name_or_file, names, n=1)
+    hint = f"did you mean {close[0]}? " if close else ""
+    raise UserError(
+        "recipe",
+        name_or_file,
+        f"unknown recipe; {hint}there are {', '.join(names)}, or give a .yaml file",
+    )
 
 
 def _is_file(path: Path) -> bool:
@@ -137,37 +161,43 @@ def apply_override(tree: dict[str, Any], override: str) -> None:
     path, equals, text = override.partition("=")
     if not equals or not path:
         raise UserError("--set", override, "write it as key.path=value")
+    _set(tree, path, parse_yaml(text, f"--set {override}"), "--set")
+
+
+def _set(tree: dict[str, Any], path: str, value: Any, field: str) -> None:
+    """`field` is what a refusal names."""
     *parents, last = path.split(".")
     node: Any = tree
     for key in parents:
-        node = _child(node, key, path)
-    value = parse_yaml(text, f"--set {override}")
+        node = _child(node, key, path, field)
     if isinstance(node, list):
-        node[_list_index(node, last, path)] = value
+        node[_list_index(node, last, path, field)] = value
     elif isinstance(node, dict):
         node[last] = value
     else:
-        raise UserError("--set", override, "the path runs through a plain value; check its dots")
+        raise UserError(
+            field, f"{path}={value}", "the path runs through a plain value; check its dots"
+        )
 
 
-def _child(node: Any, key: str, path: str) -> Any:
+def _child(node: Any, key: str, path: str, field: str) -> Any:
     if isinstance(node, list):
-        return node[_list_index(node, key, path)]
+        return node[_list_index(node, key, path, field)]
     if not isinstance(node, dict):
-        raise UserError("--set", path, f"nothing below {key!r}; check the dots of the path")
+        raise UserError(field, path, f"nothing below {key!r}; check the dots of the path")
     if node.get(key) is None:
         node[key] = {}
     return node[key]
 
 
-def _list_index(items: list[Any], key: str, path: str) -> int:
+def _list_index(items: list[Any], key: str, path: str, field: str) -> int:
     names = [item.get("name") if isinstance(item, dict) else None for item in items]
     if key in names:
         return names.index(key)
     if key.isdigit() and int(key) < len(items):
         return int(key)
     there = ", ".join(str(name) for name in names)
-    raise UserError("--set", path, f"no entry {key!r} in that list; it has {there}")
+    raise UserError(field, path, f"no entry {key!r} in that list; it has {there}")
 
 
 def first_difference(old: Recipe, new: Recipe) -> str | None:
