@@ -144,7 +144,7 @@ def count_text(value: int) -> str:
 def number_text(value: float | None) -> str:
     if value is None:
         return "?"
-    digits = 2 if abs(value) < 100 else 1 if abs(value) < 1000 else 0
+    digits = 2 if abs(value) < 1000 else 0
     return f"{value:.{digits}f}"
 
 
