@@ -25,9 +25,7 @@ class Work(NamedTuple):
 
     run: Callable[[], None]
     units: int  # tokens, blocks or samples: what rates count
-    warm_up: Callable[[], None] | None = (
-        None  # does instead for its first turn, where `run` is long
-    )
+    warm_up: Callable[[], None] | None = None  # for the first turn, where `run` takes long
 
 
 class Spec(NamedTuple):

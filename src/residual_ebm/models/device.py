@@ -29,11 +29,11 @@ def resolve_precision(precision: Precision, device: str = "auto") -> Precision:
 @functools.cache
 def _multiplies_bfloat16_quicker() -> bool:
     """By a trial of some milliseconds. The features that a processor lists do not tell: with matrix
-    tiles a bfloat16 product takes a fifth of the time of a float32 one, with AVX-512's instructions
-    for it half of the time on some processors and twice the time on others."""
+    tiles a bfloat16 product takes a fraction of the time of a float32 one, with AVX-512's
+    instructions for it half of the time on some processors and twice the time on others."""
     left, right = torch.ones(1024, 512), torch.ones(512, 512)
     seconds: dict[str, float] = {}
-    for _ in range(4):  # the first sets up kernels; of a busy machine the least counts
+    for _ in range(8):  # the first sets up kernels; of a busy machine the least counts
         for name, dtype in DTYPES.items():
             operands = left.to(dtype), right.to(dtype)
             begun = time.perf_counter()
