@@ -327,6 +327,7 @@ def test_a_saved_model_is_the_same_model(tmp_path: Path) -> None:
         model.save_pretrained(tmp_path / name)
         lm.tokenizer.save_pretrained(tmp_path / name)
     loaded = LanguageModel.from_pretrained(tmp_path / "one", precision="float32", device="cpu")
+    assert {weight.data_ptr() % 64 for weight in loaded.model.parameters()} == {0}
     ids_NT, _ = blocks_of(sample(lm, 20))
     assert torch.equal(loaded.log_prob(ids_NT, 3), lm.log_prob(ids_NT, 3))
     assert torch.equal(sample(loaded, 20).ids_NT, sample(lm, 20).ids_NT)

@@ -16,6 +16,7 @@ from residual_ebm.models.both_ways import heed_direction
 
 # Their positions start after the padding index, so the first ones are never used.
 POSITIONS_AFTER_PADDING = ("roberta", "xlm-roberta", "camembert", "mpnet")
+_ALIGNMENT = 64  # bytes, at which torch puts what it allocates
 
 # transformers has bars and advice of its own; our progress and errors say what a user needs.
 transformers.utils.logging.disable_progress_bar()
@@ -39,11 +40,20 @@ def load_pretrained(auto_class: Any, source: str, field: str, **arguments: Any) 
             source, trust_remote_code=False, use_safetensors=True, **where, **arguments
         )
         heed_direction(model)
+        _align(model)
         return model
     except (OSError, ValueError, KeyError, RuntimeError, SafetensorError) as error:
         raise _not_loaded(source, field, error) from None
     finally:
         transformers.utils.logging.disable_progress_bar()
+
+
+def _align(model: PreTrainedModel) -> None:
+    """Weights mapped from a file lie wherever its header ends. Some processors round products with
+    them otherwise than with the same weights in memory of torch's own, so they are moved there."""
+    for weight in model.parameters():
+        if weight.device.type == "cpu" and weight.data_ptr() % _ALIGNMENT:
+            weight.data = weight.data.clone()
 
 
 def load_config(source: str, field: str) -> Any:
