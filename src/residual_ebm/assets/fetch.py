@@ -8,6 +8,7 @@ is ever imported or run.
 """
 
 import base64
+import contextlib
 import html.parser
 import http.client
 import json
@@ -140,12 +141,12 @@ def _by_pip(package: Package, by_hand: Path, staging: Path, meter: _Meter) -> Pa
 
 
 def _num_bytes_below(folder: Path) -> int:
+    """Of a folder that pip works in: what has just been moved away is passed over."""
     total = 0
-    for path in folder.rglob("*"):
-        try:
-            total += path.stat().st_size if path.is_file() else 0
-        except FileNotFoundError:
-            continue  # pip has just moved it
+    for parent, _, names in os.walk(folder):  # unlike rglob, it survives a folder that vanishes
+        for name in names:
+            with contextlib.suppress(FileNotFoundError):
+                total += os.stat(os.path.join(parent, name)).st_size
     return total
 
 
