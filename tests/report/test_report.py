@@ -310,7 +310,7 @@ def test_results_of_an_older_version(
 ) -> None:
     before = (tiny_copy / "report.html").read_bytes()
     results = json.loads((tiny_copy / "results.json").read_text())
-    del results["resolved_recipe"]
+    del results["comparisons"]
     (tiny_copy / "results.json").write_text(json.dumps(results))
     code, _, error = rebm("report", tiny_copy)
     assert code == 2
@@ -318,7 +318,7 @@ def test_results_of_an_older_version(
     assert (tiny_copy / "report.html").read_bytes() == before
     code, _, _ = rebm("run", tiny_copy / "recipe.yaml", "--out", tiny_copy)
     assert code == 0
-    assert "resolved_recipe" in json.loads((tiny_copy / "results.json").read_text())
+    assert "comparisons" in json.loads((tiny_copy / "results.json").read_text())
     code, _, _ = rebm("report", tiny_copy)
     assert code == 0
 

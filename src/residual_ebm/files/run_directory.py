@@ -76,7 +76,7 @@ class RunDirectory:
 
     def has_results(self) -> bool:
         """Not those of an older version, which lack what reports need: they are made anew."""
-        return self.results.exists() and "resolved_recipe" in self.read_results()
+        return self.results.exists() and "comparisons" in self.read_results()
 
     def read_analysis(self) -> dict[str, Any] | None:
         """None where there is none, or one that this version would make otherwise."""

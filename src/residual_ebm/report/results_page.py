@@ -12,9 +12,12 @@ from typing import Any
 from residual_ebm.files.storage import write_bytes
 from residual_ebm.report.charts import CYCLE, image_of, new_chart, plot_curve, style
 from residual_ebm.report.paper_figures import PaperFigure, paper_figures
+from residual_ebm.report.paper_table import HEADINGS as ORDER_HEADINGS
+from residual_ebm.report.paper_table import order_of_rows
 from residual_ebm.report.published import Published, published_names, read_published
 from residual_ebm.report.rows import (
     bounds_text,
+    comparison_texts,
     count_text,
     interval_text,
     number_text,
@@ -52,7 +55,8 @@ def results_page(published: dict[str, Published]) -> str:
         " weights is light enough to trust the estimate.",
     ]
     for name, (results, analysis) in published.items():
-        lines += ["", *_section(name, results), *_figures(name, results, analysis)]
+        lines += ["", *_section(name, results), *_order(results)]
+        lines += _figures(name, results, analysis)
     return "\n".join(lines) + "\n"
 
 
@@ -89,6 +93,23 @@ def _section(name: str, results: dict[str, Any]) -> list[str]:
         mean, spread = (number_text(test[f"log_partition_{of}"]) for of in ("mean", "spread"))
         lines += ["", f"- {row['name']}: {bounds}; log Z {mean} ± {spread} over prefixes.{flags}"]
     return lines + _trials(results)
+
+
+def _order(results: dict[str, Any]) -> list[str]:
+    """Every model beside those above it, and the order of the paper's rows."""
+    lines = [line for text in comparison_texts(results) for line in ("", f"- {text}")]
+    order = order_of_rows(results)
+    if order:
+        lines += [
+            "",
+            "The order of the paper's Table 1 (test perplexities on CC-News, 12 layers) and ours;"
+            " differences are paired, over documents:",
+            "",
+            "| " + " | ".join(ORDER_HEADINGS) + " |",
+            "| --- |" + " ---: |" * (len(ORDER_HEADINGS) - 1),
+            *("| " + " | ".join(line) + " |" for line in order),
+        ]
+    return lines
 
 
 def _figures(name: str, results: dict[str, Any], analysis: dict[str, Any] | None) -> list[str]:

@@ -105,7 +105,26 @@ def notes(results: dict[str, Any]) -> list[str]:
             f"{row['name']}: perplexity {number_text(row['train']['value'])} on training text,"
             f" {number_text(row['test']['value'])} on test text."
         )
-    return found
+    return [*found, *comparison_texts(results)]
+
+
+def comparison_texts(results: dict[str, Any]) -> list[str]:
+    """For each model but the first, which of those above it it certainly beats; nothing for results
+    that were made before models were compared."""
+    relations: dict[str, dict[str, list[str]]] = {}
+    for found in results.get("comparisons", []):
+        interval = found["difference"]
+        if interval["low"] is None or interval["low"] <= 0 <= interval["high"]:
+            relation = "undecided against"
+        else:
+            relation = "below" if interval["high"] < 0 else "above"
+        relations.setdefault(found["model"], {}).setdefault(relation, []).append(found["other"])
+    return [
+        f"{model}: "
+        + "; ".join(f"{relation} {', '.join(others)}" for relation, others in against.items())
+        + " (95 %, paired, over documents)."
+        for model, against in relations.items()
+    ]
 
 
 def estimate_text(row: dict[str, Any]) -> str:

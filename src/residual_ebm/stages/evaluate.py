@@ -18,6 +18,7 @@ import residual_ebm
 from residual_ebm.config import SCRATCH, EnergyConfig, Recipe, SumConfig
 from residual_ebm.errors import UserError
 from residual_ebm.estimation.bootstrap import perplexity
+from residual_ebm.estimation.comparison import Comparison, ModelLogProbs, compare_models
 from residual_ebm.estimation.flags import flags
 from residual_ebm.estimation.partition import log_partition_bounds
 from residual_ebm.estimation.perplexity import (
@@ -52,9 +53,11 @@ def run(recipe: Recipe, run_dir: RunDirectory, progress: Progress = QUIET) -> No
     use_recipe_threads(recipe)
     progress.stage(SENTENCE)
     check_manifest(run_dir.blocks)
-    language_models = [
-        _language_model_row(recipe, model.name, run_dir) for model in recipe.language_models
-    ]
+    language_models, exact = [], []
+    for model in recipe.language_models:
+        row, log_prob_P = _language_model_row(recipe, model.name, run_dir)
+        language_models.append(row)
+        exact.append(ModelLogProbs(model.name, log_prob_P, log_prob_P))
     parameters = {row["name"]: row["parameters"] for row in language_models}
     rows: list[dict[str, Any]] = []
     for config in recipe.corrections:
@@ -80,6 +83,7 @@ def run(recipe: Recipe, run_dir: RunDirectory, progress: Progress = QUIET) -> No
         "language_models": language_models,
         "floor": {split: _floor(recipe, run_dir, split) for split in SPLITS},
         "joint_models": rows,
+        "comparisons": _comparisons(recipe, run_dir, exact, plain),
         "best_energy": best,
         "examples": choose_examples(recipe, run_dir, best) if best else [],
         "resolved_recipe": recipe.model_dump(mode="json"),
@@ -102,11 +106,44 @@ def resampling(recipe: Recipe) -> dict[str, Any]:
     }
 
 
-def _language_model_row(recipe: Recipe, name: str, run_dir: RunDirectory) -> dict[str, Any]:
+def _comparisons(
+    recipe: Recipe,
+    run_dir: RunDirectory,
+    exact: Sequence[ModelLogProbs],
+    joint_rows: Sequence[dict[str, Any]],
+) -> list[Comparison]:
+    """Every row of the test split with every row above it; scaled energies apart."""
+    models = list(exact)
+    for row in joint_rows:
+        real, log_weights = read_scored(run_dir, row["energy"], "test")
+        lower_P, upper_P = _log_partition_bounds(log_weights)
+        unnormalised_P = real.lm_log_prob_P + real.log_weight_P
+        models.append(
+            ModelLogProbs(row["name"], unnormalised_P - lower_P, unnormalised_P - upper_P)
+        )
+    blocks, block_P = evaluation_prefixes(recipe, run_dir, "test")
+    part = blocks.select(block_P)
+    num_tokens_P = part.length_B - recipe.block.prefix_length
+    return compare_models(models, num_tokens_P, part.document_B, **resampling(recipe))
+
+
+def _log_partition_bounds(log_weights: Sequence[np.ndarray]) -> tuple[np.ndarray, np.ndarray]:
+    bounds = [log_partition_bounds(torch.from_numpy(log_weight_N)) for log_weight_N in log_weights]
+    return (
+        np.array([float(bound.lower) for bound in bounds]),
+        np.array([float(bound.upper) for bound in bounds]),
+    )
+
+
+def _language_model_row(
+    recipe: Recipe, name: str, run_dir: RunDirectory
+) -> tuple[dict[str, Any], np.ndarray]:
+    """The row, and the log-probs of the test prefixes' continuations."""
     language_model = LanguageModel.from_pretrained(
         run_dir.language_model(name), precision=recipe.precision, device=recipe.device
     )
     row: dict[str, Any] = {"name": name, "parameters": language_model.num_parameters}
+    log_prob_P = {}
     # Train beside test: the gap between them is what the LM has memorised.
     for split in ("train", *SPLITS):
         blocks, block_P = evaluation_prefixes(recipe, run_dir, split)
@@ -119,8 +156,9 @@ def _language_model_row(recipe: Recipe, name: str, run_dir: RunDirectory) -> dic
             part.document_B,
         )
         row[split] = asdict(base_perplexity(prefixes, **resampling(recipe)))
+        log_prob_P[split] = prefixes.lm_log_prob_P
     row["training"] = read_json(run_dir.language_model(name) / "training.json")
-    return row
+    return row, log_prob_P["test"]
 
 
 def _floor(recipe: Recipe, run_dir: RunDirectory, split: str) -> dict[str, Any] | None:
@@ -217,12 +255,7 @@ def _fit_scale(real: RealContinuations, log_weights: Sequence[np.ndarray]) -> fl
     """The scale of the energy with the lowest upper perplexity on validation."""
 
     def upper_perplexity(scale: float) -> float:
-        upper_P = np.array(
-            [
-                float(log_partition_bounds(torch.from_numpy(scale * log_weight_N)).upper)
-                for log_weight_N in log_weights
-            ]
-        )
+        _, upper_P = _log_partition_bounds([scale * log_weight_N for log_weight_N in log_weights])
         log_prob_P = real.lm_log_prob_P + scale * real.log_weight_P - upper_P
         return perplexity(log_prob_P, real.num_tokens_P)
 

@@ -1,0 +1,117 @@
+"""The order of the rows in the paper's Table 1, and whether a run of ours has the same one.
+
+Rows are known by what they are, not by their names: RALM is a residual of the base language model,
+BALM a larger one beside it, BiT* a bidirectional energy that was trained elsewhere first.
+"""
+
+from collections.abc import Sequence
+from typing import Any, NamedTuple
+
+from residual_ebm.report.rows import best_row, bounds_text, number_text, signed_text
+
+HEADINGS = ("the paper", "there", "here", "difference, 95 %", "")
+
+# Test perplexities on CC-News with 12 layers.
+_PAPER = {
+    "base": "17.57",
+    "RALM": "16.17",
+    "BALM": "15.74",
+    "UniT": "15.57-15.58",
+    "BiT": "14.61-14.64",
+    "BiT*": "14.37-14.42",
+}
+_BELOW = (
+    ("UniT", "base"),
+    ("BiT", "base"),
+    ("BiT*", "base"),
+    ("UniT", "RALM"),
+    ("UniT", "BALM"),
+    ("BiT", "UniT"),
+    ("BiT", "RALM"),
+    ("BiT", "BALM"),
+    ("BiT*", "BiT"),
+    ("BiT*", "BALM"),
+)
+
+
+class _Row(NamedTuple):
+    name: str
+    shown: str
+
+
+def order_of_rows(results: dict[str, Any]) -> list[Sequence[str]]:
+    """A line for each pair of the paper's rows that this run has, the lower one first."""
+    roles = _roles(results)
+    differences = {
+        (found["model"], found["other"]): found["difference"]
+        for found in results.get("comparisons", [])
+    }
+    lines: list[Sequence[str]] = []
+    for lower, higher in _BELOW:
+        for one in roles.get(lower, []):
+            for other in roles.get(higher, []):
+                interval = _difference(differences, one.name, other.name)
+                if interval is not None:
+                    there = f"{_PAPER[lower]} and {_PAPER[higher]}"
+                    here = f"{one.name} {one.shown}, {other.name} {other.shown}"
+                    lines.append(
+                        (
+                            f"{lower} below {higher}",
+                            there,
+                            here,
+                            signed_text(interval),
+                            _agreement(interval),
+                        )
+                    )
+    return lines
+
+
+def _difference(
+    differences: dict[tuple[str, str], dict[str, float | None]], one: str, other: str
+) -> dict[str, float | None] | None:
+    if (one, other) in differences:
+        return differences[one, other]
+    turned = differences.get((other, one))
+    if turned is None:
+        return None
+    low, high = turned["low"], turned["high"]
+    return {"low": None if high is None else -high, "high": None if low is None else -low}
+
+
+def _agreement(interval: dict[str, float | None]) -> str:
+    low, high = interval["low"], interval["high"]
+    if low is None or high is None or low <= 0 <= high:
+        return "undecided"
+    return "so here" if high < 0 else "the other way round"
+
+
+def _roles(results: dict[str, Any]) -> dict[str, list[_Row]]:
+    best = best_row(results)
+    if best is None:
+        return {}
+    recipe = results["resolved_recipe"]
+    base = next(row for row in results["language_models"] if row["name"] == best["language_model"])
+    roles: dict[str, list[_Row]] = {}
+    configs = {entry["name"]: entry for entry in recipe["language_models"]}
+    for row in results["language_models"]:
+        residual_of = configs[row["name"]].get("residual_of")
+        role = None
+        if row is base:
+            role = "base"
+        elif residual_of is not None:
+            role = "RALM" if residual_of == base["name"] else None
+        elif row["parameters"] > base["parameters"]:
+            role = "BALM"
+        if role is not None:
+            shown = number_text(row["test"]["value"])
+            roles.setdefault(role, []).append(_Row(row["name"], shown))
+    energies = {entry["name"]: entry for entry in recipe["energies"]}
+    for row in results["joint_models"]:
+        config = energies.get(row["energy"])  # none: a sum, which the paper has not
+        if config and not row["scaled"] and row["language_model"] == base["name"]:
+            role = {"unit": "UniT", "bit": "BiT"}.get(config["kind"])
+            if role == "BiT" and str(config["source"]).partition(":")[0] != "encoder":
+                role = "BiT*"
+            if role is not None:
+                roles.setdefault(role, []).append(_Row(row["name"], bounds_text(row["test"])))
+    return roles

@@ -1,0 +1,140 @@
+"""The order of the paper's rows in a run of ours: roles from the recipe, verdicts from numbers."""
+
+import copy
+import json
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from residual_ebm.report.paper_table import order_of_rows
+from residual_ebm.report.published import Published
+from residual_ebm.report.results_page import results_page
+from residual_ebm.report.rows import comparison_texts
+
+BELOW = {"low": -2.0, "high": -1.0}
+ABOVE = {"low": 1.0, "high": 2.0}
+OPEN = {"low": -1.0, "high": 1.0}
+
+
+@pytest.fixture
+def results(tiny_run: Path) -> dict[str, Any]:
+    """A run of `tiny` with a RALM, a BALM and a pretrained BiT put in beside its rows."""
+    found: dict[str, Any] = json.loads((tiny_run / "results.json").read_text())
+    found["timings"] = {"evaluate": 60.0}
+    recipe = found["resolved_recipe"]
+    base = found["language_models"][0]
+    config = recipe["language_models"][0]
+    for name, change in (("ralm", {"residual_of": "base"}), ("balm", {})):
+        more = 10 if name == "balm" else 0
+        row = {**copy.deepcopy(base), "name": name, "parameters": base["parameters"] + more}
+        found["language_models"].append(row)
+        recipe["language_models"].append({**copy.deepcopy(config), "name": name, **change})
+    for row in list(found["joint_models"]):
+        if row["energy"] == "bit" and not row["scaled"]:
+            found["joint_models"].append({**row, "energy": "star", "name": "joint star"})
+    (bit,) = (entry for entry in recipe["energies"] if entry["name"] == "bit")
+    recipe["energies"].append({**bit, "name": "star", "source": "asset:minilm-l6"})
+    names = [row["name"] for row in found["language_models"]]
+    names += [row["name"] for row in found["joint_models"] if not row["scaled"]]
+    found["comparisons"] = [
+        {"model": model, "other": other, "difference": OPEN}
+        for number, model in enumerate(names)
+        for other in names[:number]
+    ]
+    return found
+
+
+def decide(
+    results: dict[str, Any], model: str, other: str, interval: Mapping[str, float | None]
+) -> None:
+    (found,) = (
+        one for one in results["comparisons"] if (one["model"], one["other"]) == (model, other)
+    )
+    found["difference"] = interval
+
+
+def line_of(results: dict[str, Any], claim: str) -> str:
+    (line,) = (line for line in order_of_rows(results) if line[0] == claim)
+    return " | ".join(line)
+
+
+def test_a_run_is_compared_by_evaluate(tiny_run: Path) -> None:
+    """Every row but scaled ones, with every row above it; zero lies where bounds say."""
+    results = json.loads((tiny_run / "results.json").read_text())
+    plain = [row for row in results["joint_models"] if not row["scaled"]]
+    names = [row["name"] for row in [*results["language_models"], *plain]]
+    pairs = {(one["model"], one["other"]) for one in results["comparisons"]}
+    assert pairs == {(b, a) for number, b in enumerate(names) for a in names[:number]}
+    base = results["language_models"][0]["test"]["value"]
+    for row in plain:
+        (interval,) = (
+            one["difference"]
+            for one in results["comparisons"]
+            if (one["model"], one["other"]) == (row["name"], "base")
+        )
+        # The upper end is that of the row's own difference; the lower end is from the lower bound.
+        assert interval["high"] == pytest.approx(row["test"]["difference_from_base"]["high"])
+        assert interval["low"] <= row["test"]["difference_from_base"]["low"] + 1e-12
+        assert interval["low"] <= row["test"]["lower"] - base <= interval["high"]
+
+
+def test_rows_are_known_by_what_they_are(results: dict[str, Any]) -> None:
+    claims = [line[0] for line in order_of_rows(results)]
+    assert claims == [
+        "UniT below base",
+        "BiT below base",
+        "BiT* below base",
+        "UniT below RALM",
+        "UniT below BALM",
+        "BiT below UniT",
+        "BiT below RALM",
+        "BiT below BALM",
+        "BiT* below BiT",
+        "BiT* below BALM",
+    ]
+    assert "joint unit" in line_of(results, "UniT below RALM")
+    assert ", ralm " in line_of(results, "UniT below RALM")
+    assert ", balm " in line_of(results, "BiT below BALM")
+    assert "joint star" in line_of(results, "BiT* below BALM")
+
+
+def test_the_verdict_follows_from_the_interval(results: dict[str, Any]) -> None:
+    decide(results, "joint bit", "joint unit", BELOW)
+    decide(results, "joint unit", "ralm", ABOVE)
+    assert line_of(results, "BiT below UniT").endswith("-2.00/-1.00 | so here")
+    assert line_of(results, "UniT below RALM").endswith("+1.00/+2.00 | the other way round")
+    assert line_of(results, "BiT below BALM").endswith("-1.00/+1.00 | undecided")
+    # Rows in another order: the difference is turned round.
+    for one in results["comparisons"]:
+        if (one["model"], one["other"]) == ("joint bit", "joint unit"):
+            one.update(model="joint unit", other="joint bit", difference=ABOVE)
+    assert line_of(results, "BiT below UniT").endswith("-2.00/-1.00 | so here")
+
+
+def test_one_document_decides_nothing(results: dict[str, Any]) -> None:
+    decide(results, "joint unit", "base", {"low": None, "high": None})
+    assert line_of(results, "UniT below base").endswith("one document | undecided")
+    (said,) = (text for text in comparison_texts(results) if text.startswith("joint unit: "))
+    assert "undecided against base" in said
+
+
+def test_every_model_beside_those_above_it(results: dict[str, Any]) -> None:
+    decide(results, "joint unit", "base", BELOW)
+    decide(results, "joint unit", "balm", ABOVE)
+    (said,) = (text for text in comparison_texts(results) if text.startswith("joint unit: "))
+    assert said == (
+        "joint unit: below base; undecided against ralm; above balm (95 %, paired, over documents)."
+    )
+    page = results_page({"tiny": Published(results, None)})
+    assert f"- {said}\n" in page
+    assert "| BiT below UniT | 14.61-14.64 and 15.57-15.58 | joint bit " in page
+
+
+def test_results_from_before_comparisons_have_none(results: dict[str, Any]) -> None:
+    del results["comparisons"]
+    assert comparison_texts(results) == []
+    assert order_of_rows(results) == []
+    page = results_page({"tiny": Published(results, None)})
+    assert "paired, over" not in page
