@@ -119,7 +119,9 @@ def test_figures_of_the_paper_are_on_the_page(
         assert f"](results-tiny-{entry.figure.name}.svg)" in page
         words = f"{entry.figure.caption} {entry.figure.made_of} {entry.comparison}"
         assert f"**{entry.of_paper}.** {words}\n" in page
-    assert "`rebm run tiny`; drawn again by `rebm report runs/tiny`." in page
+    commit = str(analysis["commit"])[:10]
+    assert f"`rebm run tiny`, its last stage by commit {commit}" in page
+    assert "; drawn again by `rebm report runs/tiny`." in page
 
 
 def test_what_is_said_of_figures_follows_from_the_numbers(
@@ -131,8 +133,10 @@ def test_what_is_said_of_figures_follows_from_the_numbers(
         one["test"]["value"] = 10.0
     entry = analysis["energies"][row["energy"]]
     entry["bounds"] = [
+        {"num_samples": 4, "lower": 6.0, "upper": 8.3},
         {"num_samples": 8, "lower": 7.0, "upper": 8.1},
-        {"num_samples": 16, "lower": 7.5, "upper": 8.0},
+        {"num_samples": 16, "lower": 7.5, "upper": 8.05},  # of 20: no half, they share samples
+        {"num_samples": 20, "lower": 7.5, "upper": 8.0},
     ]
     for part, shares in zip(
         entry["repetition"], ((0.5, 0.6, 0.7), (0.6, 0.5, 0.7), (0.5, 0.8, 0.7)), strict=True
@@ -172,17 +176,31 @@ def test_what_is_said_of_figures_follows_from_the_numbers(
         "it is 20.0% on average over the first 10 positions and 18.0% over the last"
         in (said["per-step"])
     )
-    assert "moves by -0.1000 from n = 8 to n = 16, 5.0% of the gain" in said["bounds"]
+    assert "more than chance was not counted" in said["per-step"]
+    for low, high, words in (
+        (0.01, 0.2, "so it shrinks, as in the paper"),
+        (-0.1, 0.1, "so whether it shrinks is undecided"),
+        (-0.2, -0.1, "so it grows, unlike in the paper"),
+    ):
+        analysis["per_step"]["trend"] = {
+            "difference": (low + high) / 2,
+            "num_prefixes": 2,
+            "interval": {"low": low, "high": high},
+        }
+        (figure_1,) = (m for m in paper_figures(tiny, analysis) if m.figure.name == "per-step")
+        assert words in figure_1.comparison
+    assert "moves by -0.1000 from n = 8 to n = 20, 5.0% of the gain" in said["bounds"]
     within = said["repetition-within"]
     assert "Here n = 2: base 50.0%, joint 60.0%, real 70.0%, n = 3: base 60.0%" in within
     assert within.endswith(
         "over documents: joint has more than base for n = 2; joint has more than base for n = 3;"
-        " joint has more than base for n = 4; real has fewer than joint for n = 3."
+        " joint has more than base for n = 4; real has fewer than joint for n = 3. So of the"
+        " paper's 6 orderings 3 hold here, 1 are the other way round, 2 undecided."
     )
     assert "Certain" not in said["repetition-among"]
     assert said["density-base"].endswith(
-        "21.64 nats under the base language model; here by 3.50 (95 % of the difference -5.00 to"
-        " -2.00)."
+        "21.64 nats under the base language model; here samples are 3.50 nats less likely than real"
+        " text (95 % of the difference -5.00 to -2.00)."
     )
     assert "6.20 nats under the joint model" in said["density-joint"]
     entry["bounds"] = entry["bounds"][:1]

@@ -46,6 +46,39 @@ def test_light_weights_are_covered_without_a_warning() -> None:
     assert abs(found.lower_bias) < 0.01
     assert abs(found.upper_bias) < 0.01
     assert found.effective_sample_size > 100
+    assert 0 < found.between_bounds <= 1
+
+
+def test_the_same_documents_whatever_the_number_of_samples() -> None:
+    """With log Z known the samples do not matter, so neither may their number."""
+    prefixes = light(40)
+    few, many = (coverage(prefixes, count, **OPTIONS) for count in (8, 64))
+    assert few.covered_with_known_partition == many.covered_with_known_partition
+    other = coverage(prefixes, 8, **{**OPTIONS, "seed": 1})
+    assert other.lower_bias != few.lower_bias
+
+
+def test_bounds_of_equal_weights_are_the_truth() -> None:
+    """They meet in it; moved away from it by a wrong weight of the real text they never hold it."""
+    same = [prefix(number, [0.25, 0.75], [1.0, 1.0]) for number in range(10)]
+    found = coverage(same, 16, **OPTIONS)
+    assert (found.lower_bias, found.upper_bias) == pytest.approx((0, 0), abs=1e-12)
+    rare = [prefix(number, [0.9999, 0.0001], [0.0, 14.0]) for number in range(10)]
+    assert coverage(rare, 16, **OPTIONS).between_bounds < 0.2
+
+
+def test_a_flag_is_counted_over_all_estimates() -> None:
+    found = coverage([one.scaled(3) for one in light(60)], 16, **OPTIONS)
+    for warned in found.warnings.values():
+        parts = [
+            share * of
+            for share, of in (
+                (warned.when_covered, found.covered),
+                (warned.when_missed, 1 - found.covered),
+            )
+            if share is not None
+        ]
+        assert warned.overall == pytest.approx(sum(parts))
 
 
 def test_what_no_sample_shows_no_diagnostic_sees() -> None:
@@ -75,7 +108,9 @@ def test_heavy_weights_that_are_seen_are_flagged() -> None:
     warned = found.warnings["heavy weights"]
     assert {warned.when_covered, warned.when_missed} <= {1.0, None}
     assert found.warnings["any"] == warned
-    assert found.warnings["few effective samples"].when_covered in (0.0, None)
+    # ESS is about 8 of 256: above 2 %, below ten.
+    assert found.effective_sample_size < 10
+    assert found.warnings["few effective samples"].overall > 0.9
 
 
 def test_a_share_of_nothing_is_none() -> None:

@@ -146,6 +146,26 @@ def test_each_sign_of_trouble_is_said(
     assert found[0].startswith(word)
 
 
+@pytest.mark.parametrize(
+    ("num_samples", "effective", "is_few"),
+    [
+        (2000, 39, True),
+        (2000, 41, False),
+        (100, 9, True),
+        (100, 11, False),
+        (8, 3, True),
+        (8, 5, False),
+    ],
+)
+def test_ten_effective_samples_are_too_few_of_any_number(
+    healthy: JointPerplexity, num_samples: int, effective: float, is_few: bool
+) -> None:
+    """And 2 % of many; of eight there can be no ten, so half of them do."""
+    last = replace(healthy.bounds_at[-1], num_samples=num_samples)
+    row = replace(healthy, bounds_at=[last], effective_sample_size=effective)
+    assert bool(flags(row, healthy.upper * 1.1)) == is_few
+
+
 def test_a_row_that_still_moves_is_flagged(healthy: JointPerplexity) -> None:
     base = healthy.upper * 1.1
     first = replace(healthy.bounds_at[0], upper=healthy.upper - 0.3 * (base - healthy.upper))

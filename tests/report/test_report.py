@@ -1,6 +1,7 @@
 """The report of a run: every section is there, text stays text, and the words fit the numbers."""
 
 import json
+import platform
 import re
 import shutil
 from collections.abc import Callable
@@ -10,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
 from residual_ebm.report.figures import run_figures
 from residual_ebm.report.markdown import markdown_report
@@ -99,6 +101,9 @@ def test_the_page_stands_alone(page: Page) -> None:
 def test_the_page_holds_recipe_commit_version_and_times(run: Run, page: Page) -> None:
     assert "negatives_per_positive" in page.text
     assert f"residual-ebm {run.results['version']}" in page.text
+    assert f"torch {torch.__version__.partition('+')[0]}" in page.text
+    assert f"python {platform.python_version()}" in page.text
+    assert "float32 on 1 threads" in page.text
     assert str(run.results["commit"])[:10] in page.text
     for stage in run.timings:
         assert stage in page.text
@@ -129,8 +134,8 @@ def attacked(run: Run) -> Run:
     for entry in analysis["energies"].values():
         entry["language_model"] = ATTACK
     likely = [
-        {"token": ATTACK, "is_repeated": True, "probability": 0.75},
-        {"token": " x", "is_repeated": False, "probability": 0.25},
+        {"token": ATTACK, "is_sampled": True, "probability": 0.75},
+        {"token": " x", "is_sampled": False, "probability": 0.25},
     ]
     analysis["per_step"] = {
         "energy": ATTACK,
@@ -153,14 +158,16 @@ def attacked(run: Run) -> Run:
         "last_step": None,
         "repeats": [
             {
+                "is_repeat": is_repeat,
                 "num_samples": 4,
                 "context": ATTACK,
-                "repeated": ATTACK,
-                "base": 0.75,
-                "joint": 0.75,
+                "sampled": ATTACK,
+                "base": 0.5,
+                "joint": joint,
                 "best_base": likely,
                 "best_joint": likely,
             }
+            for is_repeat, joint in ((True, 0.25), (True, 0.5), (False, 0.75))
         ],
     }
     return Run(ATTACK, results, analysis, {ATTACK: 1.0})
@@ -205,6 +212,10 @@ def test_markup_in_text_stays_text_in_markdown(run: Run) -> None:
     found = set(re.findall(r"<[^>]*>", text))
     assert {"<code>", "</code>"} == {one for one in found if not one.startswith("<figures/")}
     assert "\n## Where the language model repeats itself\n" in text
+    # log(1/2) at one place and 0 at another; log(3/2) at one that is new.
+    assert "of the third by -0.347 nats (2 places)" in text
+    assert "something new, by +0.405 nats (1 place)" in text
+    assert text.count("Repeated: ") == 2
     assert "</code> (repeated) 0.75, <code> x</code> 0.25" in text
     assert re.findall(r"(?<!\\)[`{}]", text) == []
     assert "\n    negatives:\n" in recipe  # indented: a block that nothing in it can end
@@ -310,7 +321,7 @@ def test_results_of_an_older_version(
 ) -> None:
     before = (tiny_copy / "report.html").read_bytes()
     results = json.loads((tiny_copy / "results.json").read_text())
-    del results["comparisons"]
+    del results["versions"]
     (tiny_copy / "results.json").write_text(json.dumps(results))
     code, _, error = rebm("report", tiny_copy)
     assert code == 2
@@ -318,7 +329,7 @@ def test_results_of_an_older_version(
     assert (tiny_copy / "report.html").read_bytes() == before
     code, _, _ = rebm("run", tiny_copy / "recipe.yaml", "--out", tiny_copy)
     assert code == 0
-    assert "comparisons" in json.loads((tiny_copy / "results.json").read_text())
+    assert "versions" in json.loads((tiny_copy / "results.json").read_text())
     code, _, _ = rebm("report", tiny_copy)
     assert code == 0
 

@@ -70,9 +70,10 @@ def test_rows_of_the_calibration(run: RunDirectory) -> None:
             num_documents=config.num_documents,
             num_replicates=config.num_replicates,
             num_resamples=config.bootstrap_resamples,
-            seed=derive_seed(run.recipe().seed, "calibration", row["scale"]),
+            seed=derive_seed(run.recipe().seed, "calibration"),
         )
         assert row["covered"] == expected.covered
+        assert row["between_bounds"] == expected.between_bounds
         assert row["truth"] == pytest.approx(true_perplexity(scaled))
         assert set(row["warnings"]) == {"any", *KINDS}
 
@@ -80,7 +81,7 @@ def test_rows_of_the_calibration(run: RunDirectory) -> None:
 def test_figures_of_the_calibration(run: RunDirectory) -> None:
     analysis = json.loads(run.analysis.read_text())
     figures = {figure.name: figure for figure in run_figures(run.read_results(), analysis)}
-    for name in ("coverage", "bias", "warnings", "warnings-k-hat", "warnings-ess"):
+    for name in ("coverage", "bias", "between", "warnings", "warnings-k-hat", "warnings-ess"):
         assert "5 estimates of 4 documents each" in figures[name].made_of
         assert len(image_of(figures[name].chart(alone=True), "svg")) > 1000
 
@@ -88,18 +89,29 @@ def test_figures_of_the_calibration(run: RunDirectory) -> None:
 def test_what_the_docs_say_of_it(run: RunDirectory) -> None:
     analysis = json.loads(run.analysis.read_text())
     rows = analysis["calibration"]["rows"]
-    for row, covered, bias in zip(rows, (0.9, 0.8, 0.7, 0.95), (0.1, 0.0, -0.2, 0.0), strict=True):
-        row.update(covered=covered, covered_with_known_partition=0.9, upper_bias=bias)
-        row.update(lower_bias=-0.5, share_past_pareto_k=0.0)
-    rows[2].update(share_past_pareto_k=0.9)
-    rows[2]["warnings"]["heavy weights"]["when_missed"] = 0.75
-    coverage_of, bias_of, warned = (
+    covered = (0.9, 0.8, 0.7, 0.95)
+    biases = ((-0.5, 0.1), (-0.01, 0.0), (-0.3, -0.2), (-0.01, 0.015))
+    flagged = (0.75, 0.1, 1.0, 0.0)
+    for row, share, (lower, upper), warned in zip(rows, covered, biases, flagged, strict=True):
+        row.update(covered=share, covered_with_known_partition=0.9, between_bounds=share / 2)
+        row.update(lower_bias=lower, upper_bias=upper)
+        row["warnings"]["any"]["overall"] = warned
+    coverage_of, bias_of, between, warnings = (
         made.comparison for made in paper_figures(run.read_results(), analysis)
     )
     assert coverage_of.startswith("With log Z known 90% of the intervals hold the truth; of")
     assert coverage_of.endswith("at least 70% (energy x 3, n = 8).")
-    assert "below the truth, by 20.0%, at energy x 3 and n = 8; the lower one is 50.0%" in bias_of
-    assert "(1 of 4 settings), at least 75% of the misses are flagged" in warned
+    # exp(-0.5) = 0.607, exp(-0.2) = 0.819, exp(0.1) = 1.105
+    assert bias_of == (
+        "At its worst the lower bound is off by -39.3% (energy x 1, n = 8); the upper one by -18.1%"
+        " (energy x 3, n = 8) on one side and +10.5% (energy x 1, n = 8) on the other."
+    )
+    assert between == "Here it is between 35% and 48%."
+    assert warnings == (
+        "In the 2 settings where a bound is off by more than 2%, between 75% and 100% of the"
+        " estimates are flagged; in the 2 settings where a bound is off by less, between 0% and 10%"
+        " of the estimates are flagged."
+    )
 
 
 def test_log_z_is_the_sum_over_all_continuations(run: RunDirectory) -> None:

@@ -92,17 +92,17 @@ def test_the_last_step_is_checked_by_enumeration(tiny_copy: Path) -> None:
 
 def test_contexts_in_which_a_sample_repeats_itself(tiny_copy: Path) -> None:
     found = steps_of(prepared(tiny_copy))
-    assert len(found["repeats"]) == 2
+    assert [entry["is_repeat"] for entry in found["repeats"]] == [True, True, False, False]
     for entry in found["repeats"]:
         for model in ("base", "joint"):
             assert sum(one["probability"] for one in entry[f"best_{model}"]) == pytest.approx(1)
             assert entry[model] is None or 0 < entry[model] <= 1
-            marked = [one["token"] for one in entry[f"best_{model}"] if one["is_repeated"]]
-            assert marked in ([], [entry["repeated"]])
-        # The repeated token and the two before it are in the context already.
+            marked = [one["token"] for one in entry[f"best_{model}"] if one["is_sampled"]]
+            assert marked in ([], [entry["sampled"]])
+        # A repeated token and the two before it are in the context already, a new one's are not.
         words = entry["context"].split()
         said = list(zip(words, words[1:], words[2:], strict=False))
-        assert (*words[-2:], entry["repeated"]) in said
+        assert ((*words[-2:], entry["sampled"]) in said) == entry["is_repeat"]
 
 
 def test_a_kill_loses_no_prefix(tiny_copy: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -139,9 +139,48 @@ def test_another_energy_is_not_mistaken_for_it(tiny_copy: Path) -> None:
 
 
 def test_repeats_by_hand() -> None:
+    def every(_: int) -> bool:
+        return True
+
     #               0  1  2  3  4  5  6  7  8
     ids_T = np.array([5, 6, 7, 5, 6, 7, 7, 7, 7])
-    assert find_repeats(ids_T, 0) == [5, 8]  # 5 6 7, then 7 7 7
-    assert find_repeats(ids_T, 6) == [8]
-    assert find_repeats(np.array([5, 6, 5, 6]), 0) == []
-    assert find_repeats(np.array([5]), 0) == []
+    assert find_repeats(ids_T, 0, every).repeated == [5, 8]  # 5 6 7, then 7 7 7
+    assert find_repeats(ids_T, 0, every).new == [2, 3, 4, 6, 7]
+    assert find_repeats(ids_T, 6, every) == ([8], [6, 7])
+    assert find_repeats(np.array([5, 6, 5, 6]), 0, every).repeated == []
+    assert find_repeats(np.array([5]), 0, every) == ([], [])
+    # 6 is punctuation: what it is part of counts on neither side.
+    assert find_repeats(ids_T, 0, lambda token: token != 6) == ([8], [7])
+
+
+def test_does_the_gain_shrink() -> None:
+    """Of three prefixes: 0.2 against 0.1 nats at either end, twice, and one too short to say."""
+    base = np.full(24, -3.0)
+    gains = np.concatenate([np.full(12, 0.2), np.full(12, 0.1)])
+    entries = [
+        {"lm_log_prob": base[:size], "lower": base[:size] + gains[:size] - 0.01 * wide}
+        | {"upper": base[:size] + gains[:size] + 0.01 * wide}
+        for size, wide in ((24, 1), (24, 0), (15, 0))
+    ]
+    made = step_analysis._Made(entries, np.array([4, 7, 7]))
+    trend = step_analysis._trend(made, {"num_resamples": 50, "seed": 0})
+    assert trend is not None
+    assert (trend["num_prefixes"], trend["num_positions"]) == (2, 10)
+    assert trend["difference"] == pytest.approx(0.1)
+    assert tuple(trend["interval"]) == pytest.approx((0.1, 0.1))
+    short = step_analysis._Made(entries[2:], np.array([7]))
+    assert step_analysis._trend(short, {"num_resamples": 50, "seed": 0}) is None
+
+
+def test_what_an_older_version_wrote_is_made_anew(tiny_copy: Path) -> None:
+    run_dir = prepared(tiny_copy)
+    energy = steps_of(run_dir)["energy"]
+    paths = sorted((run_dir.per_step / energy).glob("*.json"))
+    assert {path.name.partition("-")[0] for path in paths} == {"per", "last", "repeat"}
+    before = [path.read_bytes() for path in paths]
+    for path in paths:
+        entry = json.loads(path.read_text())
+        path.write_text(json.dumps({**entry, "version": entry["version"] - 1}))
+    run_dir.analysis.unlink()
+    steps_of(run_dir)
+    assert [path.read_bytes() for path in paths] == before

@@ -8,7 +8,6 @@ import datetime
 import importlib.util
 import json
 import os
-import platform
 from collections.abc import Callable, Sequence
 from dataclasses import asdict
 from typing import Any, NamedTuple
@@ -20,6 +19,7 @@ from residual_ebm.bench.sweeps import LONG_TURN, Sweeps, reading_row
 from residual_ebm.bench.workers import Spec, alternate
 from residual_ebm.errors import UserError
 from residual_ebm.files.source_commit import source_commit
+from residual_ebm.files.versions import versions
 from residual_ebm.progress import QUIET, Progress
 
 _HERE = "residual_ebm.bench"
@@ -372,14 +372,5 @@ def _circumstances() -> dict[str, Any]:
         "version": residual_ebm.__version__,
         "commit": source_commit(),
         "cores": os.cpu_count(),
-        "processor": _processor(),
-        "python": platform.python_version(),
+        **versions(),
     }
-
-
-def _processor() -> str:
-    try:
-        with open("/proc/cpuinfo", encoding="utf-8") as file:
-            return next(line.partition(":")[2].strip() for line in file if "model name" in line)
-    except (OSError, StopIteration):
-        return platform.processor()

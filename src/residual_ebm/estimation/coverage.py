@@ -4,7 +4,10 @@ Of a language so small that every continuation can be written down, log Z of eac
 and so is the true perplexity of the joint model. The estimate is then made many times over as a
 user would make it: some documents, n samples a prefix from P_LM, bounds, bootstrap, flags. Counted
 is how often the published interval holds the truth, and which flags were raised when it did and
-when not. With log Z known, the same documents give the coverage that the bootstrap alone has.
+when not. With log Z known, the same documents give the coverage that the bootstrap alone has. What
+the samples alone do shows beside the truth of the very documents that were drawn: how far the
+bounds are from it, and how often it lies between them. Each replicate draws the same documents
+whatever the number of samples, so that settings differ in nothing else.
 
 Shapes: P prefixes of all documents, K continuations of each, N drawn samples.
 """
@@ -65,6 +68,7 @@ class ExactPrefix:
 class Warned:
     """Shares of estimates with a flag; None of an empty set."""
 
+    overall: float
     when_covered: float | None
     when_missed: float | None
 
@@ -77,6 +81,7 @@ class Coverage:
     num_replicates: int
     covered: float  # share of published intervals that hold the truth
     covered_with_known_partition: float  # the same where log Z need not be estimated
+    between_bounds: float  # share of estimates whose bounds hold the truth of their documents
     lower_bias: float  # mean of log lower perplexity - log true one of the same prefixes
     upper_bias: float
     warnings: dict[str, Warned]  # by the kind of flag, and "any"
@@ -116,11 +121,12 @@ def coverage(
     for number, prefix in enumerate(prefixes):
         by_document.setdefault(prefix.document, []).append(number)
     documents = list(by_document.values())
-    covered, covered_exactly, raised, rows = [], [], [], []
+    covered, covered_exactly, between, raised, rows = [], [], [], [], []
     lower_bias, upper_bias = [], []
     for replicate in range(num_replicates):
+        which = generator(seed, "coverage_documents", replicate)
+        chosen = [documents[one] for one in which.integers(0, len(documents), num_documents)]
         draw = generator(seed, "coverage", num_samples, replicate)
-        chosen = [documents[which] for which in draw.integers(0, len(documents), num_documents)]
         numbers = [number for group in chosen for number in group]
         drawn = [prefixes[number] for number in numbers]
         summaries = []
@@ -148,9 +154,10 @@ def coverage(
         covered_exactly.append(exact.low <= truth <= exact.high)
         base = perplexity(known.lm_log_prob_P, known.num_tokens_P)
         raised.append({flag.partition(":")[0] for flag in flags(row, base)})
-        own_truth = np.log(true_perplexity(drawn))
-        lower_bias.append(np.log(row.lower) - own_truth)
-        upper_bias.append(np.log(row.upper) - own_truth)
+        own_truth = true_perplexity(drawn)
+        between.append(row.lower <= own_truth <= row.upper)
+        lower_bias.append(np.log(row.lower / own_truth))
+        upper_bias.append(np.log(row.upper / own_truth))
     warned = {
         ANY: [bool(kinds) for kinds in raised],
         **{kind: [kind in kinds for kinds in raised] for kind in KINDS},
@@ -160,10 +167,13 @@ def coverage(
         num_replicates,
         float(np.mean(covered)),
         float(np.mean(covered_exactly)),
+        float(np.mean(between)),
         float(np.mean(lower_bias)),
         float(np.mean(upper_bias)),
         {
-            kind: Warned(_share(given, covered, True), _share(given, covered, False))
+            kind: Warned(
+                float(np.mean(given)), _share(given, covered, True), _share(given, covered, False)
+            )
             for kind, given in warned.items()
         },
         float(np.mean([row.effective_sample_size for row in rows])),

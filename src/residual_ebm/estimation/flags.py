@@ -10,6 +10,7 @@ from residual_ebm.estimation.perplexity import JointPerplexity
 _MANY = 0.1
 _STILL_MOVING = 0.25  # of the gain or loss, between n/4 and n, or between the bounds
 _FEW_EFFECTIVE = 0.02  # of n
+_TOO_FEW_EFFECTIVE = 10  # whatever n is; of very small n, half
 
 # What a flag's sentence begins with, up to its colon.
 KINDS = ("still moving", "wide", "heavy weights", "few effective samples", "out of reach")
@@ -37,7 +38,8 @@ def flags(joint: JointPerplexity, base: float) -> list[str]:
             f"heavy weights: for {joint.share_past_pareto_k:.0%} of prefixes k-hat is past its"
             " threshold, so the bounds may be far off there; train the energy less or scale it down"
         )
-    if joint.effective_sample_size < _FEW_EFFECTIVE * last.num_samples:
+    few = min(_TOO_FEW_EFFECTIVE, last.num_samples / 2)
+    if joint.effective_sample_size < max(few, _FEW_EFFECTIVE * last.num_samples):
         found.append(
             f"few effective samples: {joint.effective_sample_size:.0f} of {last.num_samples}; draw"
             " more proposals or scale the energy down"

@@ -20,7 +20,7 @@ from residual_ebm.files.storage import (
 from residual_ebm.recipe_file import first_difference, load_recipe
 
 RECIPE = "recipe.yaml"
-ANALYSIS_VERSION = 2  # of what `analyze` writes; an older one is made anew
+ANALYSIS_VERSION = 3  # of what `analyze` writes; an older one is made anew
 _HEADER = "# The recipe of this run, complete: `rebm run` with it makes the same run again.\n"
 _TIMINGS = "timings.json"
 _OF_A_NEW_RUN = (".lock", RECIPE, f".partial-{RECIPE}", _TIMINGS)
@@ -76,7 +76,7 @@ class RunDirectory:
 
     def has_results(self) -> bool:
         """Not those of an older version, which lack what reports need: they are made anew."""
-        return self.results.exists() and "comparisons" in self.read_results()
+        return self.results.exists() and "versions" in self.read_results()
 
     def read_analysis(self) -> dict[str, Any] | None:
         """None where there is none, or one that this version would make otherwise."""

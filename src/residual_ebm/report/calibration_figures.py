@@ -1,6 +1,7 @@
 """Figures of a calibration: estimates beside a truth that is known."""
 
 import functools
+import math
 from collections.abc import Callable
 from typing import Any
 
@@ -21,12 +22,12 @@ def coverage_figures(found: dict[str, Any], seed: int) -> list[RunFigure]:
         f" with {found['num_continuations']} continuations, seed {seed}."
     )
 
-    def draw(axes: Axes, value: Callable[[dict[str, Any]], float | None]) -> None:
+    def draw(
+        axes: Axes, value: Callable[[dict[str, Any]], float], what: str = "", **options: Any
+    ) -> None:
         for colour, (scale, rows) in zip(colours(), by_scale.items(), strict=False):
-            values = [(row["num_samples"], value(row)) for row in rows]
-            points = [(count, share) for count, share in values if share is not None]
-            if points:
-                plot_curve(axes, points, f"energy x {scale:g}", color=colour)
+            points = [(row["num_samples"], value(row)) for row in rows]
+            plot_curve(axes, points, f"energy x {scale:g}{what}", color=colour, **options)
         axes.set_xscale("log", base=2)
         axes.xaxis.set_major_formatter(ScalarFormatter())
         axes.set_xlabel("samples a prefix")
@@ -40,20 +41,26 @@ def coverage_figures(found: dict[str, Any], seed: int) -> list[RunFigure]:
         axes.set_ylim(-0.03, 1.03)
         axes.set_ylabel("intervals that hold the truth")
 
+    def draw_between(axes: Axes) -> None:
+        draw(axes, lambda row: float(row["between_bounds"]))
+        axes.set_ylim(-0.03, 1.03)
+        axes.set_ylabel("bounds that hold the truth")
+
     def draw_bias(axes: Axes) -> None:
-        draw(axes, lambda row: float(row["upper_bias"]))
+        draw(axes, lambda row: 100 * math.expm1(row["upper_bias"]), ", upper")
+        draw(axes, lambda row: 100 * math.expm1(row["lower_bias"]), ", lower", linestyle="--")
         axes.axhline(0, **GUIDE)
-        axes.set_ylabel("log upper perplexity minus log truth")
+        axes.set_ylabel("% above the true perplexity")
 
     def draw_warned(axes: Axes, kind: str) -> None:
-        draw(axes, lambda row: row["warnings"][kind]["when_missed"])
+        draw(axes, lambda row: float(row["warnings"][kind]["overall"]))
         axes.set_ylim(-0.03, 1.03)
-        axes.set_ylabel("of misses, flagged")
+        axes.set_ylabel("estimates that are flagged")
 
     warned = {
-        "heavy weights": ("warnings-k-hat", "Does k-hat warn of a miss?"),
-        "few effective samples": ("warnings-ess", "Does the effective sample size warn?"),
-        "any": ("warnings", "Does any flag warn?"),
+        "heavy weights": ("warnings-k-hat", "When does k-hat warn?"),
+        "few effective samples": ("warnings-ess", "When does the effective sample size warn?"),
+        "any": ("warnings", "When does any flag warn?"),
     }
     return [
         RunFigure(
@@ -67,19 +74,29 @@ def coverage_figures(found: dict[str, Any], seed: int) -> list[RunFigure]:
         ),
         RunFigure(
             "bias",
-            "How far is the upper bound from the truth?",
-            "Mean over estimates, on the same documents. Below 0 the upper bound lies below the"
-            " true perplexity: too few samples flatter even it.",
+            "How far are the bounds from the truth?",
+            "Geometric mean over estimates, beside the truth of the same documents. Where the upper"
+            " bound lies below 0, too few samples flatter even it.",
             made_of,
             draw_bias,
+        ),
+        RunFigure(
+            "between",
+            "Do the bounds alone hold the truth?",
+            "Share of estimates whose bounds, without the bootstrap, hold the true perplexity of"
+            " the documents they were made of: what the samples alone do. They are bounds in"
+            " expectation, and close in on each other faster than chance dies down, so that no"
+            " share is promised.",
+            made_of,
+            draw_between,
         ),
         *(
             RunFigure(
                 name,
                 title,
-                f"Of the estimates whose interval misses the truth, the share with"
-                f" {'a flag' if kind == 'any' else f'the flag {kind!r}'}; no point where none"
-                " misses.",
+                f"Share of all estimates with"
+                f" {'a flag' if kind == 'any' else f'the flag {kind!r}'}; the figure before it"
+                " shows how far they were off.",
                 made_of,
                 functools.partial(draw_warned, kind=kind),
             )

@@ -42,13 +42,14 @@ def new_chart(width: float = 4.6, height: float = 3.2, columns: int = 1) -> tupl
 def plot_curve(axes: Axes, points: list[tuple[float, float]], label: str, **options: Any) -> None:
     """A line, or a dot where there is one point."""
     x, y = zip(*points, strict=True)
-    axes.plot(x, y, "o-" if len(points) > 1 else "o", markersize=3, label=label, **options)
+    line = {"linestyle": "-" if len(points) > 1 else "none", **options}
+    axes.plot(x, y, marker="o", markersize=3, label=label, **line)
 
 
-def image_of(figure: Figure, kind: str) -> bytes:
-    """The chart as `svg` or `png`."""
+def image_of(figure: Figure, kind: str, *, inline: bool = False) -> bytes:
+    """The chart as `svg` or `png`; on white, or for a page with colours of its own."""
     image = io.BytesIO()
     options: dict[str, Any] = {"metadata": {"Date": None}} if kind == "svg" else {"dpi": 160}
     with style():  # ids in the file are made of its salt
-        figure.savefig(image, format=kind, transparent=kind == "svg", **options)
+        figure.savefig(image, format=kind, transparent=inline, **options)
     return image.getvalue()

@@ -94,15 +94,19 @@ class Made:
         if not rows:
             return
         about = {
-            "within": ("Does a passage repeat itself?", "Mean over passages of the share of"),
-            "among": ("Do passages repeat each other?", "Of all passages together, the share of"),
+            "within": ("Does a passage repeat itself?", "Mean over passages of the share of", ""),
+            "among": (
+                "Do passages repeat each other?",
+                "Of all passages together, the share of",
+                ", at equal numbers of n-grams",
+            ),
         }
-        for kind, (title, share) in about.items():
+        for kind, (title, share, equal) in about.items():
             yield RunFigure(
                 f"repetition-{kind}",
                 title,
-                f"{share} different n-grams of tokens, at equal numbers of n-grams. One passage a"
-                f" prefix in every set; of base and joint {self._best} samples the mean of"
+                f"{share} different n-grams of tokens{equal}. One passage a prefix in every set;"
+                f" of base and joint {self._best} samples the mean of"
                 f" {self._analysis['num_draws']} sets, with their standard deviation; joint samples"
                 f" are chosen from {self._analysis['num_resampled_from']} proposals each.",
                 self._made_of,
@@ -243,8 +247,11 @@ def _per_step(steps: dict[str, Any], seed: int) -> RunFigure:
             axes.plot(place, gains, color=JOINT, linewidth=width, label=f"by the {side} perplexity")
         if last is not None:
             gain = 100 * (1 - last["exact_perplexity"] / last["base_perplexity"])
-            star = f"last, enumerated, {last['num_prefixes']} prefixes"
+            star = f"last of {last['num_prefixes']} other prefixes, enumerated"
             axes.plot(place[-1], gain, "*", color=BASE, markersize=11, label=star)
+            gain = 100 * (1 - last["estimated_perplexity"] / last["base_perplexity"])
+            ring = axes.plot(place[-1], gain, "o", color=JOINT, label="the same, estimated")
+            ring[0].set(markersize=13, markerfacecolor="none")
         axes.axhline(0, **GUIDE)
         axes.set_xlabel("position after the prefix")
         axes.set_ylabel("perplexity gained, %")

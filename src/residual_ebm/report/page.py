@@ -4,6 +4,7 @@ Everything comes from the JSON files of the runs. All text goes through the temp
 only markup put in as it is are charts, which are ours.
 """
 
+import math
 from dataclasses import dataclass
 from importlib.resources import files
 from pathlib import Path
@@ -119,7 +120,7 @@ def _view(run: Run, identity: str) -> dict[str, Any]:
                 "name": figure.name,
                 "title": figure.title,
                 "caption": f"{figure.caption} {figure.made_of}",
-                "svg": _inline(image_of(figure.chart(), "svg")),
+                "svg": _inline(image_of(figure.chart(), "svg", inline=True)),
             }
             for figure in run.figures
         ],
@@ -224,20 +225,32 @@ def repeats_of(run: Run) -> dict[str, Any] | None:
     entries = steps.get("repeats")
     if not entries:
         return None
-    known = [entry for entry in entries if entry["base"] is not None]
-    rarer = sum(entry["joint"] < entry["base"] for entry in known)
+    repeats = [entry for entry in entries if entry["is_repeat"]]
+    others = [entry for entry in entries if not entry["is_repeat"]]
     return {
         "sentence": (
             "Contexts, chosen by seed, in which a sample of the language model says again three"
-            " tokens that the text has said. Of the"
-            f" {len(known)} whose repeated token is among the language model's 128 likeliest, the"
-            f" joint model {steps['energy']} makes it less likely in {rarer}"
-            f" ({entries[0]['num_samples']} completions of each candidate). Shown: the likeliest"
-            " next tokens of both models, normalised among the ten best of each; marked: the"
-            " repeated one."
+            " tokens, all of words, that the text has said. On average the joint model"
+            f" {steps['energy']} changes the log-prob of the third by {_mean_change(repeats)}; at"
+            " other places, also chosen by seed, where the sample says something new, by"
+            f" {_mean_change(others)} ({entries[0]['num_samples']} completions of each of the"
+            " language model's 128 likeliest tokens). What the language model sampled is what it"
+            " likes, so both are expected below 0; what counts is which of them is lower. Shown:"
+            " the likeliest next tokens of both models, normalised among the ten best of each;"
+            " marked: the repeated one."
         ),
-        "contexts": [_repeat(entry) for entry in entries],
+        "contexts": [_repeat(entry) for entry in repeats],
     }
+
+
+def _mean_change(entries: list[dict[str, Any]]) -> str:
+    changes = [
+        math.log(entry["joint"] / entry["base"]) for entry in entries if entry["base"] is not None
+    ]
+    if not changes:
+        return "? nats (no place)"
+    places = "1 place" if len(changes) == 1 else f"{len(changes)} places"
+    return f"{sum(changes) / len(changes):+.3f} nats ({places})"
 
 
 def _repeat(entry: dict[str, Any]) -> dict[str, Any]:
@@ -248,12 +261,12 @@ def _repeat(entry: dict[str, Any]) -> dict[str, Any]:
     )
     return {
         "context": tail_text(entry["context"]),
-        "chances": f"Repeated: {entry['repeated']!r}; its probability: {chances}.",
+        "chances": f"Repeated: {entry['sampled']!r}; its probability: {chances}.",
         "columns": [
             (
                 label,
                 [
-                    (one["token"], one["is_repeated"], f"{one['probability']:.2f}")
+                    (one["token"], one["is_sampled"], f"{one['probability']:.2f}")
                     for one in entry[f"best_{model}"][:_SHOWN_TOKENS]
                 ],
             )
@@ -305,9 +318,11 @@ def detection_rows(results: dict[str, Any]) -> list[list[str]]:
 
 def made_text(results: dict[str, Any]) -> str:
     commit = f", commit {results['commit'][:10]}" if results.get("commit") else ""
+    recipe = results["resolved_recipe"]
+    versions = ", ".join(f"{name} {version}" for name, version in results["versions"].items())
     return (
         f"rebm run {results['recipe']}, residual-ebm {results['version']}{commit}, seed"
-        f" {results['seed']}."
+        f" {results['seed']}; {recipe['precision']} on {recipe['threads']} threads; {versions}."
     )
 
 

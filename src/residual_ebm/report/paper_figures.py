@@ -3,6 +3,7 @@
 The sentences are made of the numbers: what the paper says is quoted, what is found here is counted.
 """
 
+import math
 from collections.abc import Sequence
 from typing import Any, NamedTuple
 
@@ -10,6 +11,7 @@ from residual_ebm.report.figures import run_figures
 from residual_ebm.report.rows import base_perplexity, best_row
 from residual_ebm.report.run_figure import RunFigure
 
+_OFF = 0.02  # of the true perplexity: more than this is not right any more
 _POSITIONS = 10  # at either end of a continuation
 _DIFFERENCES = {"base": 21.64, "joint": 6.20}  # of means, in nats: the paper's section 4.3
 
@@ -32,11 +34,16 @@ def paper_figures(results: dict[str, Any], analysis: dict[str, Any] | None) -> l
     if analysis.get("calibration"):
         # A toy on which the truth is known has nothing to compare with the paper.
         rows = analysis["calibration"]["rows"]
-        said = {"coverage": _coverage(rows), "bias": _bias(rows), "warnings-k-hat": _warned(rows)}
+        said = {
+            "coverage": _coverage(rows),
+            "bias": _bias(rows),
+            "between": _between(rows),
+            "warnings": _warned(rows),
+        }
         return [PaperFigure("Not in the paper", figures[name], said[name]) for name in said]
     entry = analysis["energies"][row["energy"]]
     compared = {
-        "per-step": ("Figure 1", lambda: _per_step(analysis["per_step"]["positions"])),
+        "per-step": ("Figure 1", lambda: _per_step(analysis["per_step"])),
         "bounds": (
             "Figure 2, left",
             lambda: _bounds(entry["bounds"], base_perplexity(results, row)),
@@ -69,27 +76,48 @@ def _coverage(rows: Sequence[dict[str, Any]]) -> str:
 
 
 def _bias(rows: Sequence[dict[str, Any]]) -> str:
-    least = min(rows, key=lambda row: float(row["upper_bias"]))
+    ends = {}
+    for side, pick in (("lower", min), ("upper", min), ("highest upper", max)):
+        key = f"{side.rpartition(' ')[2]}_bias"
+        row = pick(rows, key=lambda row: float(row[key]))
+        ends[side] = (
+            f"{math.expm1(row[key]):+.1%} (energy x {row['scale']:g}, n = {row['num_samples']})"
+        )
     return (
-        f"The upper bound is furthest below the truth, by {-least['upper_bias']:.1%}, at energy x"
-        f" {least['scale']:g} and n = {least['num_samples']}; the lower one is"
-        f" {-least['lower_bias']:.1%} below it there."
+        f"At its worst the lower bound is off by {ends['lower']}; the upper one by {ends['upper']}"
+        f" on one side and {ends['highest upper']} on the other."
     )
+
+
+def _between(rows: Sequence[dict[str, Any]]) -> str:
+    shares = [row["between_bounds"] for row in rows]
+    return f"Here it is between {min(shares):.0%} and {max(shares):.0%}."
 
 
 def _warned(rows: Sequence[dict[str, Any]]) -> str:
-    heavy = [row for row in rows if row["share_past_pareto_k"] > 0.5]
-    least = min(
-        (row["warnings"]["heavy weights"]["when_missed"] or 0.0 for row in heavy), default=0
-    )
-    return (
-        f"Where k-hat is past its threshold for most prefixes ({len(heavy)} of {len(rows)}"
-        f" settings), at least {least:.0%} of the misses are flagged by it; elsewhere intervals"
-        " miss as often as with log Z known."
-    )
+    """What flags are for: are settings flagged whose bounds are off, and others not?"""
+    off = {
+        True: [row for row in rows if _is_off(row)],
+        False: [row for row in rows if not _is_off(row)],
+    }
+    said = []
+    for is_off, words in ((True, f"more than {_OFF:.0%}"), (False, "less")):
+        shares = [row["warnings"]["any"]["overall"] for row in off[is_off]]
+        if shares:
+            said.append(
+                f"in the {len(shares)} settings where a bound is off by {words}, between"
+                f" {min(shares):.0%} and {max(shares):.0%} of the estimates are flagged"
+            )
+    found = "; ".join(said)
+    return f"{found[0].upper()}{found[1:]}."
 
 
-def _per_step(rows: Sequence[dict[str, Any]]) -> str:
+def _is_off(row: dict[str, Any]) -> bool:
+    return any(abs(math.expm1(row[key])) > _OFF for key in ("lower_bias", "upper_bias"))
+
+
+def _per_step(steps: dict[str, Any]) -> str:
+    rows = steps["positions"]
     first, last = (
         sum(1 - row["upper"] / row["base"] for row in part) / len(part)
         for part in (rows[:_POSITIONS], rows[-_POSITIONS:])
@@ -97,15 +125,32 @@ def _per_step(rows: Sequence[dict[str, Any]]) -> str:
     return (
         "In the paper the gain shrinks from left to right, as less is left to be generated. Here it"
         f" is {first:.1%} on average over the first {len(rows[:_POSITIONS])} positions and"
-        f" {last:.1%} over the last {len(rows[-_POSITIONS:])}, by the upper perplexity."
+        f" {last:.1%} over the last {len(rows[-_POSITIONS:])}, by the upper perplexity;"
+        f" {_shrinks(steps.get('trend'))}."
+    )
+
+
+def _shrinks(trend: dict[str, Any] | None) -> str:
+    """What the interval of the difference between both ends says."""
+    if trend is None or trend["interval"]["low"] is None:
+        return "whether that is more than chance was not counted"
+    low, high = trend["interval"]["low"], trend["interval"]["high"]
+    found = "it shrinks, as in the paper" if low > 0 else "it grows, unlike in the paper"
+    if low <= 0 <= high:
+        found = "whether it shrinks is undecided"
+    return (
+        f"the difference is {trend['difference']:+.3f} nats a token (95 % over the documents of"
+        f" {trend['num_prefixes']} prefixes {low:+.3f} to {high:+.3f}), so {found}"
     )
 
 
 def _bounds(rows: Sequence[dict[str, Any]], base: float) -> str:
     paper = "In the paper the upper estimate is very stable beyond 20,000 samples."
-    if len(rows) < 2:
+    if len(rows) < 2 or 2 * rows[0]["num_samples"] > rows[-1]["num_samples"]:
         return f"{paper} Here there are too few samples to say."
-    half, whole = rows[-2], rows[-1]
+    whole = rows[-1]
+    # Subsets of half the samples are disjoint; of more than half they would share samples.
+    half = [row for row in rows if row["num_samples"] <= whole["num_samples"] // 2][-1]
     moved, gain = whole["upper"] - half["upper"], base - whole["upper"]
     share = f", {abs(moved) / gain:.1%} of the gain" if gain > 0 else ""
     return (
@@ -127,7 +172,22 @@ def _repetition(rows: Sequence[dict[str, Any]], kind: str) -> str:
     if kind == "among":
         return paper
     certain = [_certain(row, *pair) for pair in _PAIRS for row in rows]
-    return f"{paper} Certain, over documents: {'; '.join(filter(None, certain)) or 'nothing'}."
+    return (
+        f"{paper} Certain, over documents: {'; '.join(filter(None, certain)) or 'nothing'}. So"
+        f" {_orders(rows)}."
+    )
+
+
+def _orders(rows: Sequence[dict[str, Any]]) -> str:
+    """How the paper's order, base below joint below real, fares where intervals exclude 0."""
+    intervals = [row["differences"][f"{one}-{other}"] for row in rows for one, other in _PAIRS]
+    known = [one for one in intervals if one["low"] is not None]
+    same = sum(one["low"] > 0 for one in known)
+    other = sum(one["high"] < 0 for one in known)
+    return (
+        f"of the paper's {len(intervals)} orderings {same} hold here, {other} are the other way"
+        f" round, {len(intervals) - same - other} undecided"
+    )
 
 
 def _certain(row: dict[str, Any], one: str, other: str) -> str:
@@ -142,8 +202,9 @@ def _certain(row: dict[str, Any], one: str, other: str) -> str:
 def _density(found: dict[str, Any], model: str) -> str:
     own = {"base": "the base language model", "joint": "the joint model"}[model]
     low, high = (found[model]["interval"][side] for side in ("low", "high"))
+    likelier = "more" if found[model]["difference"] > 0 else "less"
     shown = "" if low is None else f" (95 % of the difference {low:+.2f} to {high:+.2f})"
     return (
-        f"In the paper the means differ by {_DIFFERENCES[model]:.2f} nats under {own}; here by"
-        f" {abs(found[model]['difference']):.2f}{shown}."
+        f"In the paper the means differ by {_DIFFERENCES[model]:.2f} nats under {own}; here samples"
+        f" are {abs(found[model]['difference']):.2f} nats {likelier} likely than real text{shown}."
     )

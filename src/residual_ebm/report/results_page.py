@@ -18,6 +18,7 @@ from residual_ebm.report.published import Published, published_names, read_publi
 from residual_ebm.report.rows import (
     bounds_text,
     comparison_texts,
+    comparisons_note,
     count_text,
     interval_text,
     number_text,
@@ -64,7 +65,7 @@ def _section(name: str, results: dict[str, Any]) -> list[str]:
     counts, num_tokens = results["num_prefixes"], results["block_length"]
     num_tokens -= results["prefix_length"]
     recipe = results["resolved_recipe"]
-    commit = f", commit {results['commit'][:10]}" if results.get("commit") else ""
+    commit = f", commit {_short(results['commit'])}" if results.get("commit") else ""
     lines = [
         f"## {name}",
         "",
@@ -97,7 +98,10 @@ def _section(name: str, results: dict[str, Any]) -> list[str]:
 
 def _order(results: dict[str, Any]) -> list[str]:
     """Every model beside those above it, and the order of the paper's rows."""
-    lines = [line for text in comparison_texts(results) for line in ("", f"- {text}")]
+    compared = comparison_texts(results)
+    lines = [line for text in compared for line in ("", f"- {text}")]
+    if compared:
+        lines += ["", comparisons_note(results)]
     order = order_of_rows(results)
     if order:
         lines += [
@@ -118,12 +122,19 @@ def _figures(name: str, results: dict[str, Any], analysis: dict[str, Any] | None
     lines = []
     if made:
         lines += ["", f"### Figures of {name}", ""]
-        lines.append(f"Made by `rebm run {name}`; drawn again by `rebm report runs/{name}`.")
+        commit = (analysis or {}).get("commit")
+        by = f", its last stage by commit {_short(commit)}" if commit else ""
+        lines.append(f"Made by `rebm run {name}`{by}; drawn again by `rebm report runs/{name}`.")
     for entry in made:
         lines += ["", f"![{entry.figure.title}]({_figure_file(name, entry)})", ""]
         figure = entry.figure
         lines.append(f"**{entry.of_paper}.** {figure.caption} {figure.made_of} {entry.comparison}")
     return lines
+
+
+def _short(commit: str) -> str:
+    """With the mark of a working copy that differed from it."""
+    return f"{commit[:10]}+" if commit.endswith("+") else commit[:10]
 
 
 def _figure_file(name: str, entry: PaperFigure) -> str:

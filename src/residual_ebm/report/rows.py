@@ -105,11 +105,12 @@ def notes(results: dict[str, Any]) -> list[str]:
             f"{row['name']}: perplexity {number_text(row['train']['value'])} on training text,"
             f" {number_text(row['test']['value'])} on test text."
         )
-    return [*found, *comparison_texts(results)]
+    compared = comparison_texts(results)
+    return [*found, *compared, *([comparisons_note(results)] if compared else [])]
 
 
 def comparison_texts(results: dict[str, Any]) -> list[str]:
-    """For each model but the first, which of those above it it certainly beats; nothing for results
+    """For each model but the first, on which side of those above it it lies; nothing for results
     that were made before models were compared."""
     relations: dict[str, dict[str, list[str]]] = {}
     for found in results.get("comparisons", []):
@@ -122,9 +123,18 @@ def comparison_texts(results: dict[str, Any]) -> list[str]:
     return [
         f"{model}: "
         + "; ".join(f"{relation} {', '.join(others)}" for relation, others in against.items())
-        + " (95 %, paired, over documents)."
+        + "."
         for model, against in relations.items()
     ]
+
+
+def comparisons_note(results: dict[str, Any]) -> str:
+    count = len(results["comparisons"])
+    wrong = f"; with {count} of them, about one in twenty would be wrong by chance alone"
+    return (
+        "Below or above: so by the 95 % interval of the paired difference over documents, each"
+        f" taken by itself{wrong if count > 1 else ''}."
+    )
 
 
 def estimate_text(row: dict[str, Any]) -> str:

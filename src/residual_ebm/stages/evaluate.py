@@ -32,6 +32,7 @@ from residual_ebm.files.log_weights import REAL, RealContinuations, read_log_wei
 from residual_ebm.files.run_directory import RunDirectory
 from residual_ebm.files.source_commit import source_commit
 from residual_ebm.files.storage import check_manifest, read_json, write_json
+from residual_ebm.files.versions import versions
 from residual_ebm.models.device import use_recipe_threads
 from residual_ebm.models.energy import EnergyModel
 from residual_ebm.models.energy_sum import EnergySum, load_energy
@@ -70,6 +71,7 @@ def run(recipe: Recipe, run_dir: RunDirectory, progress: Progress = QUIET) -> No
         "corpus": recipe.corpus.path,
         "version": residual_ebm.__version__,
         "commit": source_commit(),
+        "versions": versions(),
         "seed": recipe.seed,
         "continuation": recipe.block.continuation,
         "prefix_length": recipe.block.prefix_length,

@@ -6,6 +6,7 @@ One file a prefix, so that hours of it survive a kill.
 Shapes: P prefixes, C positions of the continuation, T tokens of a block.
 """
 
+import functools
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -16,7 +17,7 @@ import torch
 from residual_ebm.config import PerStepConfig, Recipe
 from residual_ebm.estimation.bootstrap import bootstrap_mean
 from residual_ebm.estimation.importance import pareto_k_threshold
-from residual_ebm.files.run_directory import RunDirectory
+from residual_ebm.files.run_directory import ANALYSIS_VERSION, RunDirectory
 from residual_ebm.files.samples import pick_rows
 from residual_ebm.files.storage import read_json, write_json
 from residual_ebm.models.joint import JointModel
@@ -31,6 +32,8 @@ _NUM_CANDIDATES = 128
 _MOST_COMPLETIONS = 100  # of each candidate
 _NUM_SHOWN = 10
 _REPEATED = 3  # tokens
+_SEARCHED = 16  # samples of a prefix, for repetitions
+_ENDS = 10  # positions at either end of a continuation
 
 
 class _Made(NamedTuple):
@@ -53,14 +56,12 @@ def analyse_steps(
         with progress.bar(what, len(chosen)) as bar:
             for number in chosen.tolist():
                 path = folder / f"{what}-{number:05d}.json"
-                entry = _read(path, joint.energy_model.fingerprint)
+                entry = _read(path, joint)
                 if entry is None:
                     block = int(block_P[number])
                     ids_T = torch.from_numpy(blocks.ids_BT[block, : blocks.length_B[block]])
                     seed = derive_seed(recipe.seed, what, number)
-                    fingerprint = joint.energy_model.fingerprint
-                    entry = {"energy_fingerprint": fingerprint, **make(ids_T, seed)}
-                    write_json(path, entry)
+                    entry = _written(path, joint, make(ids_T, seed))
                 entries.append(entry)
                 bar.advance()
         return _Made(entries, blocks.document_B[block_P[chosen]])
@@ -80,18 +81,29 @@ def analyse_steps(
         "num_prefixes": len(chains.entries),
         "num_samples": config.num_samples,
         "positions": _positions(chains, resampling(recipe)),
+        "trend": _trend(chains, resampling(recipe)),
         "diagnostics": _diagnostics(chains.entries),
         "last_step": _last_step(checked.entries),
         "repeats": _repeats(recipe, run_dir, joint, energy, config, folder, progress),
     }
 
 
-def _read(path: Path, fingerprint: str) -> dict[str, Any] | None:
-    """What was computed before, by the same energy."""
+def _stamp(joint: JointModel) -> dict[str, Any]:
+    return {"energy_fingerprint": joint.energy_model.fingerprint, "version": ANALYSIS_VERSION}
+
+
+def _read(path: Path, joint: JointModel) -> dict[str, Any] | None:
+    """What was computed before, by the same energy and a version that would do the same."""
     if not path.exists():
         return None
     entry: dict[str, Any] = read_json(path, has="energy_fingerprint")
-    return entry if entry["energy_fingerprint"] == fingerprint else None
+    return entry if _stamp(joint).items() <= entry.items() else None
+
+
+def _written(path: Path, joint: JointModel, found: dict[str, Any]) -> dict[str, Any]:
+    entry = {**_stamp(joint), **found}
+    write_json(path, entry)
+    return entry
 
 
 def _of_block(
@@ -170,6 +182,25 @@ def _positions(chains: _Made, options: dict[str, Any]) -> list[dict[str, Any]]:
     return rows
 
 
+def _trend(chains: _Made, options: dict[str, Any]) -> dict[str, Any] | None:
+    """Does the gain shrink from left to right? Mean gain of the first positions minus that of the
+    last ones, in nats a token, of continuations that have both."""
+    long = [len(entry["lower"]) >= 2 * _ENDS for entry in chains.entries]
+    if not any(long):
+        return None
+    differences = []
+    for entry in (one for one, is_long in zip(chains.entries, long, strict=True) if is_long):
+        gain_C = (np.array(entry["lower"]) + np.array(entry["upper"])) / 2
+        gain_C -= np.array(entry["lm_log_prob"])
+        differences.append(float(gain_C[:_ENDS].mean() - gain_C[-_ENDS:].mean()))
+    return {
+        "num_positions": _ENDS,
+        "num_prefixes": len(differences),
+        "difference": float(np.mean(differences)),
+        "interval": bootstrap_mean(differences, chains.document_P[long], **options),
+    }
+
+
 def _last_step(entries: list[dict[str, Any]]) -> dict[str, Any] | None:
     """The estimate at the last position beside the exact value."""
     whole = [entry for entry in entries if entry["exact"] is not None]
@@ -194,14 +225,22 @@ def _last_step(entries: list[dict[str, Any]]) -> dict[str, Any] | None:
     }
 
 
-def find_repeats(ids_T: np.ndarray, start: int) -> list[int]:
-    """Places from `start` on that end three tokens which the text has said before."""
+class Places(NamedTuple):
+    """Of a text, from some place on."""
+
+    repeated: list[int]  # that end three tokens which the text has said before
+    new: list[int]  # that end three tokens which it has not
+
+
+def find_repeats(ids_T: np.ndarray, start: int, is_word: Callable[[int], bool]) -> Places:
+    """Places from `start` on that end three tokens of words. Line breaks and punctuation repeat in
+    any text, and say nothing of a model."""
     seen: set[tuple[int, ...]] = set()
-    found = []
+    found = Places([], [])
     for place in range(_REPEATED - 1, len(ids_T)):
         said = tuple(ids_T[place + 1 - _REPEATED : place + 1].tolist())
-        if said in seen and place >= start:
-            found.append(place)
+        if place >= start and all(map(is_word, said)):
+            (found.repeated if said in seen else found.new).append(place)
         seen.add(said)
     return found
 
@@ -215,36 +254,52 @@ def _repeats(
     folder: Path,
     progress: Progress,
 ) -> list[dict[str, Any]]:
-    """Contexts in which a sample of P_LM repeats itself, chosen by seed, and both models' next
-    tokens there."""
+    """Contexts in which a sample of P_LM repeats itself, and as many in which it does not, chosen
+    by seed, and both models' next tokens there. Every sampled token is one that P_LM favoured, so
+    the joint model finds it less likely on average wherever it stands: only beside tokens that do
+    not repeat does it show what becomes of those that do."""
     if not config.num_repeats:
         return []
     proposals = run_dir.proposals(recipe.corrected_by(energy), "test")
     blocks, block_P = evaluation_prefixes(recipe, run_dir, "test")
-    prefix_K = np.arange(len(block_P))
-    rows = pick_rows(proposals, prefix_K, np.zeros_like(prefix_K))
+    num_searched = min(_SEARCHED, recipe.proposals.num_samples)
+    prefix_N = np.repeat(np.arange(len(block_P)), num_searched)
+    rows = pick_rows(proposals, prefix_N, np.tile(np.arange(num_searched), len(block_P)))
     start = recipe.block.prefix_length
     prefix_PL = blocks.ids_BT[block_P, :start]
+
+    @functools.cache
+    def is_word(token: int) -> bool:
+        return any(map(str.isalnum, joint.decode(torch.tensor([token]))))
+
+    repeated: list[tuple[int, int]] = []
+    new: list[tuple[int, int]] = []
+    for row, (ids_C, length) in enumerate(zip(rows.ids_NC, rows.length_N, strict=True)):
+        ids_T = np.concatenate([prefix_PL[prefix_N[row]], ids_C[:length]])
+        places = find_repeats(ids_T, start, is_word)
+        repeated += [(row, place - start) for place in places.repeated]
+        new += [(row, place - start) for place in places.new]
+    draw = generator(recipe.seed, "repeats")
+    count = min(config.num_repeats, len(repeated), len(new))
     contexts = [
-        (prefix, place - start)
-        for prefix, (ids_C, length) in enumerate(zip(rows.ids_NC, rows.length_N, strict=True))
-        for place in find_repeats(np.concatenate([prefix_PL[prefix], ids_C[:length]]), start)
+        (is_repeat, among[number])
+        for is_repeat, among in ((True, repeated), (False, new))
+        for number in draw.permutation(len(among))[:count]
     ]
-    order = generator(recipe.seed, "repeats").permutation(len(contexts))[: config.num_repeats]
     entries = []
-    with progress.bar("repeats", len(order)) as bar:
-        for prefix, place in (contexts[number] for number in order):
-            path = folder / f"repeat-{prefix:05d}-{place:03d}.json"
-            entry = _read(path, joint.energy_model.fingerprint)
+    with progress.bar("repeats", len(contexts)) as bar:
+        for is_repeat, (row, place) in contexts:
+            path = folder / f"repeat-{row:05d}-{place:03d}.json"
+            entry = _read(path, joint)
             if entry is None:
-                entry = _of_repeat(
+                made = _of_repeat(
                     joint,
-                    torch.from_numpy(prefix_PL[prefix]),
-                    torch.from_numpy(rows.ids_NC[prefix, : place + 1]),
+                    torch.from_numpy(prefix_PL[prefix_N[row]]),
+                    torch.from_numpy(rows.ids_NC[row, : place + 1]),
                     min(config.num_samples, _MOST_COMPLETIONS),
-                    derive_seed(recipe.seed, "repeat", prefix, place),
+                    derive_seed(recipe.seed, "repeat", row, place),
                 )
-                write_json(path, entry)
+                entry = _written(path, joint, {"is_repeat": is_repeat, **made})
             entries.append(entry)
             bar.advance()
     return entries
@@ -257,7 +312,7 @@ def _of_repeat(
     num_samples: int,
     seed: int,
 ) -> dict[str, Any]:
-    *_, repeated = continued_ids.tolist()
+    *_, sampled = continued_ids.tolist()
     found = next_tokens(
         joint,
         prefix_ids,
@@ -275,17 +330,16 @@ def _of_repeat(
         "joint": dict(found.best_of_joint(_NUM_CANDIDATES)),
     }
     return {
-        "energy_fingerprint": joint.energy_model.fingerprint,
         "num_samples": num_samples,
         "context": joint.decode(torch.cat([prefix_ids, continued_ids[:-1]])),
-        "repeated": joint.decode(torch.tensor([repeated])),
+        "sampled": joint.decode(torch.tensor([sampled])),
         # Among the candidates; None where the sampled token is not one of them.
-        **{model: chances.get(repeated) for model, chances in everything.items()},
+        **{model: chances.get(sampled) for model, chances in everything.items()},
         **{
             f"best_{model}": [
                 {
                     "token": joint.decode(torch.tensor([token])),
-                    "is_repeated": token == repeated,
+                    "is_sampled": token == sampled,
                     "probability": probability,
                 }
                 for token, probability in chosen
