@@ -95,7 +95,7 @@ def coverage_figures(found: dict[str, Any], seed: int) -> list[RunFigure]:
                 name,
                 title,
                 f"Share of all estimates with"
-                f" {'a flag' if kind == 'any' else f'the flag {kind!r}'}; the figure before it"
+                f" {'a flag' if kind == 'any' else f'the flag {kind!r}'}; another figure"
                 " shows how far they were off.",
                 made_of,
                 functools.partial(draw_warned, kind=kind),
