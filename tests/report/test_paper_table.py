@@ -118,7 +118,8 @@ def test_every_model_beside_those_above_it(results: dict[str, Any]) -> None:
     decide(results, "joint unit", "base", BELOW)
     decide(results, "joint unit", "balm", ABOVE)
     (said,) = (text for text in comparison_texts(results) if text.startswith("joint unit: "))
-    assert said == ("joint unit: below base; undecided against ralm; above balm.")
+    expected = "perplexity lower than base; undecided against ralm; higher than balm."
+    assert said == f"joint unit: {expected}"
     page = results_page({"tiny": Published(results, None)})
     assert f"- {said}\n" in page
     assert f"with {len(results['comparisons'])} of them, about one in twenty would be wrong" in page

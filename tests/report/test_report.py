@@ -89,7 +89,9 @@ def test_figures_say_what_they_are_made_of(run: Run) -> None:
         if not figure.name.startswith("curves-"):
             assert "24 test prefixes, n = 32 proposals a prefix, seed 0" in figure.made_of
         else:
-            assert "Seed 0" in figure.made_of
+            on = {"energies": "24 validation prefixes", "language-models": "Blocks of the"}
+            assert figure.made_of.startswith(on[figure.name.removeprefix("curves-")])
+            assert figure.made_of.endswith("seed 0.")
 
 
 def test_the_page_stands_alone(page: Page) -> None:
@@ -171,6 +173,25 @@ def attacked(run: Run) -> Run:
         ],
     }
     return Run(ATTACK, results, analysis, {ATTACK: 1.0})
+
+
+def test_markup_of_a_corpus_stays_text_all_the_way(
+    rebm: Callable[..., tuple[int, str, str]], tmp_path: Path, set_options: list[str]
+) -> None:
+    """From the file through tokenizer, blocks, examples and passages to the page."""
+    line = "Then he said <script>alert(1)</script> and <b>left</b> & never came back.\n"
+    for number in range(40):
+        (tmp_path / f"{number}.txt").write_text(f"Day {number}. {line}" * 12, encoding="utf-8")
+    own = {"corpus.path": tmp_path, "corpus.num_generated": 0, "tokenizer.kind": "bpe"}
+    own["tokenizer.vocab_size"] = 300
+    options = [part for key, value in own.items() for part in ("--set", f"{key}={value}")]
+    out = tmp_path / "run"
+    code, _, error = rebm("run", "tiny", "--out", out, *set_options, *options)
+    assert code == 0, error
+    text = (out / "report.html").read_text(encoding="utf-8")
+    assert "&lt;script&gt;alert(1)&lt;/script&gt;" in text
+    assert "script" not in Page(text).tags
+    assert "<script>alert(1)</script>" in Page(text).text
 
 
 def test_train_against_validation(run: Run, page: Page) -> None:

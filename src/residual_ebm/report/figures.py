@@ -299,6 +299,17 @@ def _draw_repetition(axes: Axes, rows: list[dict[str, Any]], kind: str) -> None:
     axes.legend(loc="lower right")
 
 
+def _validated_on(rows: list[dict[str, Any]]) -> str:
+    """Energies learn from prefixes, each with its samples; language models from any block."""
+    counts = {
+        row["training"]["detection"]["validation"]["num_prefixes"]
+        for row in rows
+        if row["training"].get("detection")
+    }
+    shown = " or ".join(map(str, sorted(counts)))
+    return f"{shown} validation prefixes" if counts else "Blocks of the validation split"
+
+
 def _curves(results: dict[str, Any]) -> Iterator[RunFigure]:
     plain = [row for row in results["joint_models"] if not row["scaled"]]
     groups = {
@@ -328,6 +339,6 @@ def _curves(results: dict[str, Any]) -> Iterator[RunFigure]:
             f"curves-{name}",
             title,
             f"Validation loss by training step; the weights with the lowest are kept.{log_four}",
-            f"Seed {results['seed']}.",
+            f"{_validated_on(rows)}; seed {results['seed']}.",
             draw,
         )

@@ -118,10 +118,10 @@ def comparison_texts(results: dict[str, Any]) -> list[str]:
         if interval["low"] is None or interval["low"] <= 0 <= interval["high"]:
             relation = "undecided against"
         else:
-            relation = "below" if interval["high"] < 0 else "above"
+            relation = "lower than" if interval["high"] < 0 else "higher than"
         relations.setdefault(found["model"], {}).setdefault(relation, []).append(found["other"])
     return [
-        f"{model}: "
+        f"{model}: perplexity "
         + "; ".join(f"{relation} {', '.join(others)}" for relation, others in against.items())
         + "."
         for model, against in relations.items()
@@ -132,7 +132,7 @@ def comparisons_note(results: dict[str, Any]) -> str:
     count = len(results["comparisons"])
     wrong = f"; with {count} of them, about one in twenty would be wrong by chance alone"
     return (
-        "Below or above: so by the 95 % interval of the paired difference over documents, each"
+        "Lower or higher: so by the 95 % interval of the paired difference over documents, each"
         f" taken by itself{wrong if count > 1 else ''}."
     )
 
