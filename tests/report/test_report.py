@@ -355,6 +355,14 @@ def test_results_of_an_older_version(
     assert code == 0
 
 
+def test_a_missing_analysis_is_told(run: Run) -> None:
+    without = Run(run.name, run.results, None, run.timings)
+    told = "the analysis is missing or old"
+    assert told in html_report([without])
+    assert told in markdown_report([without], {run.name: Path("figures")})
+    assert told not in html_report([run])
+
+
 # Words
 
 

@@ -16,6 +16,7 @@ from residual_ebm.report.page import (
     examples_note,
     gap_of,
     made_text,
+    notes_of,
     repeats_of,
     summary_cells,
     time_text,
@@ -23,8 +24,6 @@ from residual_ebm.report.page import (
 from residual_ebm.report.rows import (
     HEADINGS,
     caption_text,
-    estimate_text,
-    notes,
     one_line,
     table_rows,
     tail_text,
@@ -60,10 +59,7 @@ def _section(run: Run, figures: Path) -> list[str]:
         "",
         plain(caption_text(results)),
         "",
-        *(
-            f"- {plain(note)}"
-            for note in [*notes(results), *map(estimate_text, results["joint_models"])]
-        ),
+        *(f"- {plain(note)}" for note in notes_of(run)),
         "",
         "## Can it be trusted?",
         "",

@@ -108,7 +108,7 @@ def _view(run: Run, identity: str) -> dict[str, Any]:
         "headings": HEADINGS,
         "rows": table_rows(results),
         "caption": caption_text(results),
-        "notes": [*notes(results), *map(estimate_text, results["joint_models"])],
+        "notes": notes_of(run),
         "has_energies": bool(results["joint_models"]),
         "flags": [
             {"row": row["name"], "text": flag}
@@ -132,6 +132,14 @@ def _view(run: Run, identity: str) -> dict[str, Any]:
         "timings": [(stage, time_text(seconds)) for stage, seconds in run.timings.items()],
         "recipe": yaml.safe_dump(results["resolved_recipe"], sort_keys=False, allow_unicode=True),
     }
+
+
+def notes_of(run: Run) -> list[str]:
+    """What stands below the table."""
+    found = [*notes(run.results), *map(estimate_text, run.results["joint_models"])]
+    if run.analysis is None:
+        found.append("No figures: the analysis is missing or old; `rebm run` makes it anew.")
+    return found
 
 
 SUMMARY_HEADINGS = (
