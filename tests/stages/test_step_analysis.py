@@ -16,7 +16,7 @@ from residual_ebm.randomness import derive_seed
 from residual_ebm.recipe_file import load_recipe
 from residual_ebm.stages import analyze, step_analysis
 from residual_ebm.stages.proposals import evaluation_prefixes, some_prefixes
-from residual_ebm.stages.step_analysis import find_repeats
+from residual_ebm.stages.repeats import find_repeats
 
 
 def prepared(run: Path) -> RunDirectory:

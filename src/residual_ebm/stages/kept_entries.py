@@ -1,0 +1,26 @@
+"""Parts of an analysis that takes hours, a file each, so that a kill loses none of them."""
+
+from pathlib import Path
+from typing import Any
+
+from residual_ebm.files.run_directory import ANALYSIS_VERSION
+from residual_ebm.files.storage import read_json, write_json
+from residual_ebm.models.joint import JointModel
+
+
+def _stamp(joint: JointModel) -> dict[str, Any]:
+    return {"energy_fingerprint": joint.energy_model.fingerprint, "version": ANALYSIS_VERSION}
+
+
+def read_entry(path: Path, joint: JointModel) -> dict[str, Any] | None:
+    """What was computed before, by the same energy and a version that would do the same."""
+    if not path.exists():
+        return None
+    entry: dict[str, Any] = read_json(path, has="energy_fingerprint")
+    return entry if _stamp(joint).items() <= entry.items() else None
+
+
+def write_entry(path: Path, joint: JointModel, found: dict[str, Any]) -> dict[str, Any]:
+    entry = {**_stamp(joint), **found}
+    write_json(path, entry)
+    return entry
