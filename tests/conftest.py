@@ -65,7 +65,7 @@ def set_options(tiny_overrides: list[str]) -> list[str]:
 @pytest.fixture(scope="session")
 def tiny_run(tmp_path_factory: pytest.TempPathFactory, tiny_overrides: list[str]) -> Path:
     """A finished run of the shrunk `tiny` recipe; to be read, and copied by tests that alter it."""
-    from residual_ebm.files.run_directory import open_run
+    from residual_ebm.files.open_run import open_run
     from residual_ebm.recipe_file import load_recipe
     from residual_ebm.report.report_files import write_report
     from residual_ebm.stages.pipeline import run_all

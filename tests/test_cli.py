@@ -450,7 +450,7 @@ def test_next_token_shows_both_models(rebm: Rebm, tiny_run: Path) -> None:
 @pytest.fixture(scope="module")
 def ending_run(tmp_path_factory: pytest.TempPathFactory, tiny_overrides: list[str]) -> Path:
     """The whole pipeline in `until_end` mode."""
-    from residual_ebm.files.run_directory import open_run
+    from residual_ebm.files.open_run import open_run
     from residual_ebm.stages.pipeline import run_all
 
     folder = tmp_path_factory.mktemp("ending") / "run"

@@ -15,7 +15,7 @@ import torch
 from residual_ebm.config import GIVEN, Recipe
 from residual_ebm.files.blocks import read_documents_ids
 from residual_ebm.files.corpus import split_documents
-from residual_ebm.files.run_directory import open_run
+from residual_ebm.files.open_run import open_run
 from residual_ebm.models import training
 from residual_ebm.randomness import derive_seed
 from residual_ebm.recipe_file import load_recipe

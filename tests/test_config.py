@@ -11,7 +11,7 @@ from residual_ebm.errors import UserError
 from residual_ebm.recipe_file import (
     apply_override,
     check_recipe,
-    first_difference,
+    differences,
     load_recipe,
     parse_yaml,
     recipe_names,
@@ -47,7 +47,7 @@ def test_a_resolved_recipe_is_complete_and_loads_back_the_same(name: str, tmp_pa
     file.write_text(recipe.to_yaml(), encoding="utf-8")
     again = load_recipe(str(file))
     assert again == recipe
-    assert first_difference(recipe, again) is None
+    assert differences(recipe, again) == []
     # Every default is written out: a later version with other defaults reads the same recipe.
     written = yaml.safe_load(file.read_text())
     assert set(written) == set(Recipe.model_fields)
@@ -97,9 +97,8 @@ def test_a_split_is_given_or_shares_and_an_override_goes_both_ways(tmp_path: Pat
     assert load_recipe(str(file)) == given
     shares = "corpus.split={train: 0.8, validation: 0.1, test: 0.1}"
     assert load_recipe(str(file), [shares]) == load_recipe("tiny", [shares])
-    assert first_difference(given, load_recipe("tiny", [shares])) == (
-        "corpus.split was 'given', now ..."
-    )
+    (change,) = differences(given, load_recipe("tiny", [shares]))
+    assert str(change) == "corpus.split was 'given', now ..."
     one = load_recipe("tiny", [shares, "corpus.split.test=0.05", "corpus.split.energy=0.05"])
     assert one.corpus.split == SplitConfig(train=0.8, energy=0.05, validation=0.1, test=0.05)
 
@@ -214,24 +213,43 @@ def test_a_model_may_not_be_named_like_the_training_of_another(tiny: Recipe) -> 
     ("override", "words"),
     [
         ("seed=5", ["seed", "0", "5"]),
-        ("energies.unit.training.steps=5", ["energies.0.training.steps", "5"]),
+        ("energies.unit.training.steps=5", ["energies.unit.training.steps", "5"]),
         ("block.continuation=until_end", ["block.continuation", "'fixed'", "'until_end'"]),
         ("corpus.max_documents=9", ["corpus.max_documents", "None", "9"]),
-        ("energies=[]", ["energies was ..., now ..."]),
+        ("energies=[]", ["energies.unit was ..., now None"]),
         ("language_models.base.architecture.hidden_size=4", ["architecture.hidden_size", "4"]),
         ("language_models.base.architecture.rope_theta=4", ["architecture.rope_theta", "None"]),
     ],
 )
-def test_the_first_difference_names_the_key_and_both_values(
+def test_a_difference_names_the_key_and_both_values(
     tiny: Recipe, override: str, words: list[str]
 ) -> None:
-    difference = first_difference(tiny, load_recipe("tiny", [override]))
-    assert difference is not None
-    assert all(word in difference for word in words)
+    first, *_ = differences(tiny, load_recipe("tiny", [override]))
+    assert all(word in str(first) for word in words)
 
 
 def test_a_description_is_no_difference(tiny: Recipe) -> None:
-    assert first_difference(tiny, load_recipe("tiny", ["description=another"])) is None
+    assert differences(tiny, load_recipe("tiny", ["description=another"])) == []
+
+
+def test_all_differences_are_told_and_entries_go_by_their_names(tiny: Recipe) -> None:
+    tree = tiny.model_dump(mode="json")
+    unit, bit, heat = tree["energies"]
+    more = {**bit, "name": "more"}
+    unit["training"]["steps"] += 1
+    tree["energies"] = [heat, more, unit]
+    tree["seed"] = 9
+    found = {change.place: change for change in differences(tiny, check_recipe(tree))}
+    assert set(found) == {
+        ("seed",),
+        ("energies",),
+        ("energies", "bit"),
+        ("energies", "more"),
+        ("energies", "unit", "training", "steps"),
+    }
+    assert str(found["energies",]) == "energies was 'unit, bit, heat', now 'heat, more, unit'"
+    assert found["energies", "bit"].new is None
+    assert found["energies", "more"].old is None
 
 
 def test_only_corrected_language_models_are_sampled(tiny: Recipe) -> None:

@@ -2,7 +2,7 @@
 
 from pathlib import Path
 
-from residual_ebm.files.run_directory import open_run
+from residual_ebm.files.open_run import open_run
 from residual_ebm.recipe_file import load_recipe
 from residual_ebm.stages.pipeline import run_all
 

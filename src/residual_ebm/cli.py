@@ -159,6 +159,11 @@ def _add_recipe_arguments(parser: argparse.ArgumentParser) -> None:
         help="change one value of the recipe; may be repeated",
     )
     parser.add_argument("--out", type=Path, metavar="DIR", help="run directory; default runs/NAME")
+    parser.add_argument(
+        "--grow",
+        action="store_true",
+        help="go on with a run whose recipe changed where nothing is made yet, e.g. one more row",
+    )
 
 
 def _add_run(parser: argparse.ArgumentParser, *, energy: bool = False) -> None:

@@ -96,7 +96,7 @@ def _run_name(recipe: Recipe, overrides: list[str]) -> str:
     return f"{recipe.name}-{digest[:6]}"
 
 
-def run(recipe: str, overrides: list[str], out: Path | None, dry_run: bool) -> Output:
+def run(recipe: str, overrides: list[str], out: Path | None, grow: bool, dry_run: bool) -> Output:
     if dry_run:
         from residual_ebm.report.plan_table import print_plan
         from residual_ebm.stages.plan import plan
@@ -104,7 +104,7 @@ def run(recipe: str, overrides: list[str], out: Path | None, dry_run: bool) -> O
         planned = plan(load_recipe(recipe, overrides))
         return Output(planned, lambda: print_plan(planned, Console()))
     loaded, folder = _recipe_and_folder(recipe, overrides, out)
-    from residual_ebm.files.run_directory import open_run
+    from residual_ebm.files.open_run import open_run
     from residual_ebm.stages.pipeline import run_all
 
     progress = TerminalProgress()
@@ -113,7 +113,7 @@ def run(recipe: str, overrides: list[str], out: Path | None, dry_run: bool) -> O
             "float32, because bfloat16 is no quicker on this machine: expect two to three times"
             " as long as the recipe says"
         )
-    with open_run(folder, loaded) as run_dir:
+    with open_run(folder, loaded, grow=grow) as run_dir:
         data = run_all(loaded, run_dir, progress)
         page = folder / "report.html"
         made_of = (run_dir.results, run_dir.analysis)
@@ -139,14 +139,14 @@ def report(runs: list[Path], out: Path | None, format: str, figures: Path | None
     return lines_output({"page": written[0], "figures": written[1:]}, written)
 
 
-def stage(stage: str, recipe: str, overrides: list[str], out: Path | None) -> Output:
+def stage(stage: str, recipe: str, overrides: list[str], out: Path | None, grow: bool) -> Output:
     loaded, folder = _recipe_and_folder(recipe, overrides, out)
-    from residual_ebm.files.run_directory import open_run
+    from residual_ebm.files.open_run import open_run
     from residual_ebm.stages.fetch_assets import fetch_assets
     from residual_ebm.stages.pipeline import STAGES
 
     progress = TerminalProgress()
-    with open_run(folder, loaded) as run_dir, run_dir.timed(stage):
+    with open_run(folder, loaded, grow=grow) as run_dir, run_dir.timed(stage):
         fetch_assets(loaded, run_dir, progress)
         STAGES[stage](loaded, run_dir, progress)
     return lines_output({"stage": stage, "run": str(folder)}, [f"{stage}: done in {folder}"])

@@ -6,10 +6,10 @@ sections it has itself.
 
 import difflib
 import re
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from importlib import resources
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import yaml
 from pydantic import ValidationError
@@ -200,29 +200,43 @@ def _list_index(items: list[Any], key: str, path: str, field: str) -> int:
     raise UserError(field, path, f"no entry {key!r} in that list; it has {there}")
 
 
-def first_difference(old: Recipe, new: Recipe) -> str | None:
-    """The first key at which two recipes differ, with both values; None when they are the same.
+class Difference(NamedTuple):
+    """A key at which two recipes differ, and both values; None where a recipe lacks it."""
+
+    place: tuple[str, ...]
+    old: Any
+    new: Any
+
+    def __str__(self) -> str:
+        shown = [
+            "..." if isinstance(side, dict | list) else repr(side) for side in (self.old, self.new)
+        ]
+        return f"{'.'.join(self.place)} was {shown[0]}, now {shown[1]}"
+
+
+def differences(old: Recipe, new: Recipe) -> list[Difference]:
+    """All keys at which two recipes differ; entries of lists are told by their names.
 
     What a recipe says of itself decides nothing: a run goes on when only the description changed.
     """
     one, other = (side.model_dump(mode="json", exclude={"description"}) for side in (old, new))
-    return _difference(one, other, "")
+    return list(_differences(one, other, ()))
 
 
-def _difference(old: Any, new: Any, place: str) -> str | None:
+def _differences(old: Any, new: Any, place: tuple[str, ...]) -> Iterator[Difference]:
     if isinstance(old, dict) and isinstance(new, dict):
         for key in [*old, *(key for key in new if key not in old)]:
-            found = _difference(old.get(key), new.get(key), f"{place}.{key}" if place else key)
-            if found:
-                return found
-        return None
-    if isinstance(old, list) and isinstance(new, list) and len(old) == len(new):
-        for number, (one, other) in enumerate(zip(old, new, strict=True)):
-            found = _difference(one, other, f"{place}.{number}")
-            if found:
-                return found
-        return None
-    if old == new:
-        return None
-    shown = ["..." if isinstance(side, dict | list) else repr(side) for side in (old, new)]
-    return f"{place} was {shown[0]}, now {shown[1]}"
+            yield from _differences(old.get(key), new.get(key), (*place, key))
+    elif _has_names(old) and _has_names(new):
+        one, other = ({entry["name"]: entry for entry in side} for side in (old, new))
+        if [name for name in one if name in other] != [name for name in other if name in one]:
+            yield Difference(place, ", ".join(one), ", ".join(other))
+        yield from _differences(one, other, place)
+    elif old != new:
+        yield Difference(place, old, new)
+
+
+def _has_names(value: Any) -> bool:
+    return isinstance(value, list) and all(
+        isinstance(item, dict) and "name" in item for item in value
+    )

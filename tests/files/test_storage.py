@@ -18,7 +18,8 @@ from safetensors.torch import save_file
 
 from residual_ebm.errors import UserError
 from residual_ebm.files import storage
-from residual_ebm.files.run_directory import RECIPE, RunDirectory, open_run
+from residual_ebm.files.open_run import open_run
+from residual_ebm.files.run_directory import RECIPE, RunDirectory
 from residual_ebm.files.storage import (
     MANIFEST,
     check_manifest,
@@ -358,7 +359,7 @@ RECIPE_OF_RUN = load_recipe("tiny")
 HOLDER = """
 import sys, time
 from pathlib import Path
-from residual_ebm.files.run_directory import open_run
+from residual_ebm.files.open_run import open_run
 from residual_ebm.recipe_file import load_recipe
 with open_run(Path(sys.argv[1]), load_recipe("tiny")):
     print("open", flush=True)

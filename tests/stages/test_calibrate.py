@@ -11,7 +11,8 @@ from residual_ebm.errors import UserError
 from residual_ebm.estimation.coverage import coverage, true_perplexity
 from residual_ebm.estimation.flags import KINDS
 from residual_ebm.files.grammar import build_grammar
-from residual_ebm.files.run_directory import RunDirectory, open_run
+from residual_ebm.files.open_run import open_run
+from residual_ebm.files.run_directory import RunDirectory
 from residual_ebm.models.joint import JointModel
 from residual_ebm.progress import QUIET
 from residual_ebm.randomness import derive_seed

@@ -7,6 +7,7 @@ import numpy as np
 import pytest
 
 from residual_ebm.files.log_weights import REAL, read_log_weights, read_real
+from residual_ebm.files.open_run import open_run
 from residual_ebm.files.run_directory import RECIPE, RunDirectory
 from residual_ebm.recipe_file import load_recipe
 from residual_ebm.report.page import read_run
@@ -18,11 +19,9 @@ from residual_ebm.stages.pipeline import progress_of
 def deep(tiny_copy: Path) -> RunDirectory:
     changes = ["proposals.deep={num_prefixes: 2, num_samples: 256}"]
     recipe = load_recipe(str(tiny_copy / RECIPE), changes)
-    (tiny_copy / RECIPE).write_text(recipe.to_yaml(), encoding="utf-8")
-    run_dir = RunDirectory(tiny_copy)
-    run_dir.results.unlink()
-    for stage in (proposals, evaluate, analyze):
-        stage.run(recipe, run_dir)
+    with open_run(tiny_copy, recipe, grow=True) as run_dir:
+        for stage in (proposals, evaluate, analyze):
+            stage.run(recipe, run_dir)
     return run_dir
 
 

@@ -5,7 +5,7 @@ from pathlib import Path
 import pytest
 
 from residual_ebm.errors import UserError
-from residual_ebm.files.run_directory import open_run
+from residual_ebm.files.open_run import open_run
 from residual_ebm.files.storage import read_json
 from residual_ebm.models.both_ways import is_bidirectional
 from residual_ebm.models.energy import EnergyModel

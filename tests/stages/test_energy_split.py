@@ -6,7 +6,7 @@ import numpy as np
 import torch
 
 from residual_ebm.files.blocks import read_blocks, read_documents_ids
-from residual_ebm.files.run_directory import open_run
+from residual_ebm.files.open_run import open_run
 from residual_ebm.files.samples import open_samples
 from residual_ebm.models.language_model import LanguageModel
 from residual_ebm.recipe_file import load_recipe

@@ -9,7 +9,7 @@ import torch
 
 from residual_ebm.errors import UserError
 from residual_ebm.files.log_weights import read_log_weights
-from residual_ebm.files.run_directory import open_run
+from residual_ebm.files.open_run import open_run
 from residual_ebm.models.energy import EnergyModel
 from residual_ebm.models.language_model import LanguageModel
 from residual_ebm.recipe_file import load_recipe

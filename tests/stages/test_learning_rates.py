@@ -11,12 +11,13 @@ from torch import Tensor, nn
 
 from residual_ebm.config import TrainingConfig
 from residual_ebm.errors import UserError
-from residual_ebm.files.run_directory import RunDirectory, open_run
+from residual_ebm.files.open_run import open_run
+from residual_ebm.files.run_directory import RunDirectory, resume_folder
 from residual_ebm.models.training import History
 from residual_ebm.progress import QUIET
 from residual_ebm.recipe_file import load_recipe
 from residual_ebm.stages.learning_rates import num_steps
-from residual_ebm.stages.training_run import resume_folder, train_in_run
+from residual_ebm.stages.training_run import train_in_run
 
 RATES = [1e-6, 1e-2]  # the first hardly moves
 

@@ -22,7 +22,8 @@ from transformers import ModernBertConfig, ModernBertModel, PreTrainedTokenizerF
 from residual_ebm.config import ContinuationMode, Recipe
 from residual_ebm.files.blocks import Blocks, read_blocks, write_blocks
 from residual_ebm.files.grammar import generate_documents
-from residual_ebm.files.run_directory import RunDirectory, open_run
+from residual_ebm.files.open_run import open_run
+from residual_ebm.files.run_directory import RunDirectory
 from residual_ebm.files.samples import join_rows, open_samples
 from residual_ebm.files.storage import fingerprint, new_folder, read_json
 from residual_ebm.files.tokenizers import train_tokenizer

@@ -4,7 +4,7 @@ from pathlib import Path
 
 import pytest
 
-from residual_ebm.files.run_directory import open_run
+from residual_ebm.files.open_run import open_run
 from residual_ebm.progress import Progress
 from residual_ebm.recipe_file import load_recipe
 from residual_ebm.stages import prepare

@@ -8,7 +8,7 @@ from safetensors.torch import load_file
 
 from residual_ebm.errors import UserError
 from residual_ebm.files.blocks import read_blocks
-from residual_ebm.files.run_directory import open_run
+from residual_ebm.files.open_run import open_run
 from residual_ebm.models.language_model import LanguageModel
 from residual_ebm.recipe_file import load_recipe
 from residual_ebm.stages import prepare, train_lm

@@ -11,7 +11,8 @@ from residual_ebm.config import Precision, Recipe, SamplingConfig
 from residual_ebm.errors import UserError
 from residual_ebm.files.blocks import choose_blocks, read_blocks
 from residual_ebm.files.log_weights import read_log_weights
-from residual_ebm.files.run_directory import RunDirectory, open_run
+from residual_ebm.files.open_run import open_run
+from residual_ebm.files.run_directory import RunDirectory
 from residual_ebm.files.samples import open_samples
 from residual_ebm.files.states import REAL_SAMPLE, WantedStates, open_states
 from residual_ebm.files.storage import fingerprint, is_complete

@@ -1,29 +1,28 @@
-"""A run directory: where everything of one run lives, owned by one process at a time."""
+"""A run directory: where everything of one run lives."""
 
-import fcntl
 import json
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
 from residual_ebm.config import Recipe
 from residual_ebm.errors import UserError
+from residual_ebm.files.source_commit import source_commit
 from residual_ebm.files.storage import (
     disk_errors,
     read_json,
-    remove_leftovers,
     write_bytes,
     write_json,
 )
-from residual_ebm.recipe_file import first_difference, load_recipe
+from residual_ebm.recipe_file import Difference, load_recipe
+from residual_ebm.sections import TRAINING_SUFFIX
 
 RECIPE = "recipe.yaml"
 ANALYSIS_VERSION = 3  # of what `analyze` writes; an older one is made anew
-_HEADER = "# The recipe of this run, complete: `rebm run` with it makes the same run again.\n"
-_TIMINGS = "timings.json"
-_OF_A_NEW_RUN = (".lock", RECIPE, f".partial-{RECIPE}", _TIMINGS)
+RECIPE_HEADER = "# The recipe of this run, complete: `rebm run` with it makes the same run again.\n"
+TIMINGS = "timings.json"
 
 
 class RunDirectory:
@@ -38,6 +37,7 @@ class RunDirectory:
         self.results = path / "results.json"
         self.analysis = path / "analysis.json"
         self.tensorboard = path / "tensorboard"
+        self.growth = path / "growth.json"
 
     def language_model(self, name: str) -> Path:
         return self.path / "language_models" / name
@@ -65,6 +65,25 @@ class RunDirectory:
                 "run", str(self.path), "is not a run directory; make one with `rebm run`"
             )
         return load_recipe(str(path))
+
+    def grow(self, recipe: Recipe, changes: Sequence[Difference]) -> None:
+        """Take on a changed recipe, and remember that. Its table is made anew; the recipe itself
+        comes last, so that a kill leaves a run of the old recipe or one of the new."""
+        entry = {"commit": source_commit(), "changes": [str(change) for change in changes]}
+        earlier = self.read_growth()
+        if entry not in earlier[-1:]:
+            write_json(self.growth, [*earlier, entry])
+        self.results.unlink(missing_ok=True)
+        self.analysis.unlink(missing_ok=True)
+        self.write_recipe(recipe)
+
+    def read_growth(self) -> list[dict[str, Any]]:
+        """How the recipe changed since the run began, oldest first."""
+        growth: list[dict[str, Any]] = read_json(self.growth) if self.growth.exists() else []
+        return growth
+
+    def write_recipe(self, recipe: Recipe) -> None:
+        write_bytes(self.path / RECIPE, (RECIPE_HEADER + recipe.to_yaml()).encode())
 
     def read_results(self) -> dict[str, Any]:
         if not self.results.exists():
@@ -113,53 +132,15 @@ class RunDirectory:
         finally:
             timings = self.read_timings()
             timings[stage] = round(timings.get(stage, 0.0) + time.monotonic() - start, 3)
-            write_json(self.path / _TIMINGS, timings)
+            write_json(self.path / TIMINGS, timings)
 
     def read_timings(self) -> dict[str, float]:
         """Seconds that each stage took, over all the times it was run."""
-        path = self.path / _TIMINGS
+        path = self.path / TIMINGS
         timings: dict[str, float] = read_json(path) if path.exists() else {}
         return timings
 
 
-def _begun(path: Path) -> bool:
-    """Whether a folder holds more than a run that has made nothing yet."""
-    return any(entry.name not in _OF_A_NEW_RUN for entry in path.iterdir())
-
-
-@contextmanager
-def open_run(path: Path, recipe: Recipe) -> Iterator[RunDirectory]:
-    """Own the run directory of a recipe: create it, or go on with it if the recipe is the same."""
-    with disk_errors(path):
-        for part in (path, *path.parents):
-            if part.exists() and not part.is_dir():
-                raise UserError("--out", str(path), f"{part} is a file; name a folder")
-        recipe_path = path / RECIPE
-        if path.exists() and _begun(path) and not recipe_path.exists():
-            raise UserError("--out", str(path), "holds other files; name an empty or new folder")
-        path.mkdir(parents=True, exist_ok=True)
-        lock = (path / ".lock").open("w")
-    with lock:
-        try:
-            # The kernel lets go of this lock when the process ends, however it ends.
-            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except OSError:
-            raise UserError(
-                "--out", str(path), "another process works here; wait for it or name another --out"
-            ) from None
-        run_dir = RunDirectory(path)
-        if _begun(path):
-            difference = first_difference(run_dir.recipe(), recipe)
-            if difference:
-                raise UserError(
-                    "--out",
-                    str(path),
-                    f"was made by another recipe ({difference}); name another --out",
-                )
-        elif not recipe_path.exists() or recipe_path.read_text("utf-8").startswith(_HEADER):
-            # Also over the recipe of a run that failed before it made anything.
-            write_bytes(recipe_path, (_HEADER + recipe.to_yaml()).encode())
-        elif first_difference(run_dir.recipe(), recipe):
-            raise UserError("--out", str(path), f"holds another {RECIPE}; name a new folder")
-        remove_leftovers(path)
-        yield run_dir
+def resume_folder(result: Path) -> Path:
+    """Beside the folder of the finished model; gone once that exists."""
+    return result.with_name(f"{result.name}{TRAINING_SUFFIX}")

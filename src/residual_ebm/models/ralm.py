@@ -71,7 +71,7 @@ class RalmForCausalLM(PreTrainedModel, GenerationMixin):
     def of(cls, base: PreTrainedModel, residual: PreTrainedModel) -> "RalmForCausalLM":
         """Put P_phi on top of a P_LM, sharing the weights of both."""
         with torch.device("meta"):
-            joined = cls(RalmConfig(base.config.to_dict(), residual.config.to_dict()))
+            joined = cls(RalmConfig(*(_settings_of(part) for part in (base, residual))))
         joined.base, joined.residual = base, residual
         joined._join()
         return joined
@@ -171,6 +171,11 @@ class _Part(Cache):
 
 def _num_layers(model: PreTrainedModel) -> int:
     return int(model.config.num_hidden_layers)
+
+
+def _settings_of(model: PreTrainedModel) -> dict[str, Any]:
+    """Without the folder it was loaded from, which is another on every machine."""
+    return {**model.config.to_dict(), "_name_or_path": ""}
 
 
 def _inner(config: dict[str, Any], outer: RalmConfig) -> PretrainedConfig:

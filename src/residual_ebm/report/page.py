@@ -25,6 +25,7 @@ from residual_ebm.report.rows import (
     caption_text,
     estimate_text,
     gap_text,
+    growth_text,
     notes,
     number_text,
     one_line,
@@ -331,6 +332,7 @@ def made_text(results: dict[str, Any]) -> str:
     return (
         f"rebm run {results['recipe']}, residual-ebm {results['version']}{commit}, seed"
         f" {results['seed']}; {recipe['precision']} on {recipe['threads']} threads; {versions}."
+        f"{growth_text(results)}"
     )
 
 

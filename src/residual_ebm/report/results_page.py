@@ -20,6 +20,7 @@ from residual_ebm.report.rows import (
     comparison_texts,
     comparisons_note,
     count_text,
+    growth_text,
     interval_text,
     number_text,
     signed_text,
@@ -70,7 +71,7 @@ def _section(name: str, results: dict[str, Any]) -> list[str]:
         f"## {name}",
         "",
         f"{recipe['description']}. `rebm run {name}`, version {results['version']}{commit};"
-        f" {_times(results['timings'])}.",
+        f" {_times(results['timings'])}.{growth_text(results)}",
         "",
         f"{counts['test']} test prefixes and {counts['validation']} validation prefixes of"
         f" {results['prefix_length']} tokens, the next {num_tokens} scored;"

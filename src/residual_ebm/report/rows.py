@@ -192,3 +192,14 @@ def signed_text(interval: dict[str, float | None]) -> str:
         return "one document"
     digits = 2 if max(abs(interval["low"]), abs(interval["high"])) < 10 else 1
     return f"{interval['low']:+.{digits}f}/{interval['high']:+.{digits}f}"
+
+
+def growth_text(results: dict[str, Any]) -> str:
+    """What of the recipe is not as it was when the run began."""
+    changes = [change for entry in results.get("growth", []) for change in entry["changes"]]
+    if not changes:
+        return ""
+    return (
+        " The recipe changed after the run had begun, where nothing was made yet:"
+        f" {'; '.join(changes)}."
+    )

@@ -89,6 +89,7 @@ def run(recipe: Recipe, run_dir: RunDirectory, progress: Progress = QUIET) -> No
         "best_energy": best,
         "examples": choose_examples(recipe, run_dir, best) if best else [],
         "resolved_recipe": recipe.model_dump(mode="json"),
+        "growth": run_dir.read_growth(),
     }
     run_dir.analysis.unlink(missing_ok=True)  # of results that are made anew
     write_json(run_dir.results, plain_numbers(results))

@@ -4,7 +4,7 @@ from collections.abc import Callable
 from typing import Any
 
 from residual_ebm.config import Recipe
-from residual_ebm.files.run_directory import RunDirectory
+from residual_ebm.files.run_directory import RunDirectory, resume_folder
 from residual_ebm.files.storage import is_complete, read_json
 from residual_ebm.progress import QUIET, Progress
 from residual_ebm.stages import (
@@ -18,7 +18,6 @@ from residual_ebm.stages import (
     train_lm,
 )
 from residual_ebm.stages.fetch_assets import fetch_assets
-from residual_ebm.stages.training_run import resume_folder
 
 Stage = Callable[[Recipe, RunDirectory, Progress], None]
 

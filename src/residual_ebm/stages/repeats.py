@@ -89,20 +89,21 @@ def analyse_repeats(
         for is_repeat, among in ((True, repeated), (False, new))
         for number in draw.permutation(len(among))[:count]
     ]
+    num_samples = min(config.num_samples, _MOST_COMPLETIONS)
     entries = []
     with progress.bar("repeats", len(contexts)) as bar:
         for is_repeat, (row, place) in contexts:
             path = folder / f"repeat-{row:05d}-{place:03d}.json"
-            entry = read_entry(path, joint)
+            entry = read_entry(path, joint, num_samples)
             if entry is None:
                 made = _of_repeat(
                     joint,
                     torch.from_numpy(prefix_PL[prefix_N[row]]),
                     torch.from_numpy(rows.ids_NC[row, : place + 1]),
-                    min(config.num_samples, _MOST_COMPLETIONS),
+                    num_samples,
                     derive_seed(recipe.seed, "repeat", row, place),
                 )
-                entry = write_entry(path, joint, {"is_repeat": is_repeat, **made})
+                entry = write_entry(path, joint, num_samples, {"is_repeat": is_repeat, **made})
             entries.append(entry)
             bar.advance()
     return entries
@@ -133,7 +134,6 @@ def _of_repeat(
         "joint": dict(found.best_of_joint(_NUM_CANDIDATES)),
     }
     return {
-        "num_samples": num_samples,
         "context": joint.decode(torch.cat([prefix_ids, continued_ids[:-1]])),
         "sampled": joint.decode(torch.tensor([sampled])),
         # Among the candidates; None where the sampled token is not one of them.

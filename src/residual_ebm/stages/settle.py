@@ -27,6 +27,13 @@ def _unless_auto(earlier: Any, quick: str) -> Any:
     return quick if earlier in (None, "auto") else earlier
 
 
+def _namesake(item: Any, earlier: Any) -> Any:
+    """The earlier entry of the same name; a run may have grown between two entries."""
+    name = item.get("name") if isinstance(item, dict) else None
+    entries = earlier if isinstance(earlier, list) else []
+    return next((old for old in entries if name is not None and old["name"] == name), None)
+
+
 def _settled(tree: Any, earlier: Any, quick: str) -> Any:
     if isinstance(tree, dict):
         before = earlier if isinstance(earlier, dict) else {}
@@ -37,6 +44,5 @@ def _settled(tree: Any, earlier: Any, quick: str) -> Any:
             for key, value in tree.items()
         }
     if isinstance(tree, list):
-        items = [*earlier, *[None] * len(tree)] if isinstance(earlier, list) else [None] * len(tree)
-        return [_settled(item, old, quick) for item, old in zip(tree, items, strict=False)]
+        return [_settled(item, _namesake(item, earlier), quick) for item in tree]
     return tree

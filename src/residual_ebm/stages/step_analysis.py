@@ -48,12 +48,12 @@ def analyse_steps(
         with progress.bar(what, len(chosen)) as bar:
             for number in chosen.tolist():
                 path = folder / f"{what}-{number:05d}.json"
-                entry = read_entry(path, joint)
+                entry = read_entry(path, joint, config.num_samples)
                 if entry is None:
                     block = int(block_P[number])
                     ids_T = torch.from_numpy(blocks.ids_BT[block, : blocks.length_B[block]])
                     seed = derive_seed(recipe.seed, what, number)
-                    entry = write_entry(path, joint, make(ids_T, seed))
+                    entry = write_entry(path, joint, config.num_samples, make(ids_T, seed))
                 entries.append(entry)
                 bar.advance()
         return _Made(entries, blocks.document_B[block_P[chosen]])

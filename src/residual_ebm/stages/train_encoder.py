@@ -20,7 +20,7 @@ from transformers import (
 from residual_ebm.config import SCRATCH, EncoderConfig, Recipe
 from residual_ebm.errors import UserError
 from residual_ebm.files.blocks import Blocks, read_blocks
-from residual_ebm.files.run_directory import RunDirectory
+from residual_ebm.files.run_directory import RunDirectory, resume_folder
 from residual_ebm.files.storage import check_manifest, is_complete, new_folder, write_json
 from residual_ebm.files.tokenizers import train_tokenizer
 from residual_ebm.models.both_ways import make_bidirectional
@@ -41,7 +41,6 @@ from residual_ebm.randomness import generator, torch_seed
 from residual_ebm.stages.training_run import (
     build_architecture,
     build_model,
-    resume_folder,
     train_in_run,
 )
 

@@ -20,7 +20,7 @@ from residual_ebm.config import EnergyConfig, HeadConfig, Recipe
 from residual_ebm.errors import UserError
 from residual_ebm.estimation.detection import auc
 from residual_ebm.estimation.nce import nce_accuracy, nce_loss
-from residual_ebm.files.run_directory import RunDirectory
+from residual_ebm.files.run_directory import RunDirectory, resume_folder
 from residual_ebm.files.states import open_states
 from residual_ebm.files.storage import check_manifest, delete_folder, is_complete
 from residual_ebm.models.both_ways import is_bidirectional
@@ -37,7 +37,7 @@ from residual_ebm.randomness import generator, torch_seed
 from residual_ebm.stages.contrast import Contrast, contrast_of
 from residual_ebm.stages.negatives import SPLITS, training_prefixes
 from residual_ebm.stages.sum_energies import make_sum
-from residual_ebm.stages.training_run import resume_folder, train_in_run
+from residual_ebm.stages.training_run import train_in_run
 
 SENTENCE = "Training the energy {name} ({kind}) to tell real continuations from {model}'s"
 

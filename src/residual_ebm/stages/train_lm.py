@@ -12,7 +12,7 @@ from transformers import AutoModelForCausalLM, PreTrainedModel, PreTrainedTokeni
 from residual_ebm.config import SCRATCH, LanguageModelConfig, Recipe
 from residual_ebm.errors import UserError
 from residual_ebm.files.blocks import cut_blocks, read_documents_ids
-from residual_ebm.files.run_directory import RunDirectory
+from residual_ebm.files.run_directory import RunDirectory, resume_folder
 from residual_ebm.files.storage import check_manifest, is_complete, new_folder, write_json
 from residual_ebm.models.device import resolve_device, use_recipe_threads
 from residual_ebm.models.energy_inputs import same_vocabulary
@@ -29,7 +29,6 @@ from residual_ebm.stages.training_run import (
     build_architecture,
     build_model,
     check_context,
-    resume_folder,
     train_in_run,
 )
 

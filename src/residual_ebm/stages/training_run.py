@@ -1,4 +1,4 @@
-"""What the training stages share: where resume states go, and architectures by name."""
+"""What the training stages share: a run of `train` in its place, and architectures by name."""
 
 from pathlib import Path
 from typing import Any
@@ -9,12 +9,11 @@ from transformers import AutoConfig, PreTrainedModel
 
 from residual_ebm.config import TrainingConfig
 from residual_ebm.errors import UserError
-from residual_ebm.files.run_directory import RunDirectory
+from residual_ebm.files.run_directory import RunDirectory, resume_folder
 from residual_ebm.models.compiled import compiled_training
 from residual_ebm.models.device import quick_backward
 from residual_ebm.models.loading import context_length, train_every_embedding
 from residual_ebm.models.training import History, train
-from residual_ebm.sections import TRAINING_SUFFIX
 from residual_ebm.stages.learning_rates import choose_learning_rate
 from residual_ebm.stages.training_log import training_log
 
@@ -30,11 +29,6 @@ _IMPOSSIBLE = (
     AttributeError,
     AssertionError,
 )
-
-
-def resume_folder(result: Path) -> Path:
-    """Beside the folder of the finished model; gone once that exists."""
-    return result.with_name(f"{result.name}{TRAINING_SUFFIX}")
 
 
 def train_in_run(

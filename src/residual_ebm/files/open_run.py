@@ -1,0 +1,121 @@
+"""Owning a run directory: one process at a time begins it, goes on with it, or lets it grow.
+
+A run may grow as long as nothing in it would have come out otherwise: another row of the table, a
+deeper evaluation, a training that has not begun. Whatever is there stays, so that rows of before
+and after are on the same blocks, negatives and proposals.
+"""
+
+import fcntl
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+from residual_ebm.config import Recipe
+from residual_ebm.errors import UserError
+from residual_ebm.files.run_directory import (
+    RECIPE,
+    RECIPE_HEADER,
+    TIMINGS,
+    RunDirectory,
+    resume_folder,
+)
+from residual_ebm.files.storage import disk_errors, remove_leftovers
+from residual_ebm.recipe_file import Difference, differences
+
+_OF_A_NEW_RUN = (".lock", RECIPE, f".partial-{RECIPE}", TIMINGS)
+
+
+def _begun(path: Path) -> bool:
+    """Whether a folder holds more than a run that has made nothing yet."""
+    return any(entry.name not in _OF_A_NEW_RUN for entry in path.iterdir())
+
+
+@contextmanager
+def open_run(path: Path, recipe: Recipe, *, grow: bool = False) -> Iterator[RunDirectory]:
+    """Own the run directory of a recipe: create it, or go on with it if the recipe is the same;
+    with `grow` also if it is another one that leaves everything there as it is."""
+    with disk_errors(path):
+        for part in (path, *path.parents):
+            if part.exists() and not part.is_dir():
+                raise UserError("--out", str(path), f"{part} is a file; name a folder")
+        recipe_path = path / RECIPE
+        if path.exists() and _begun(path) and not recipe_path.exists():
+            raise UserError("--out", str(path), "holds other files; name an empty or new folder")
+        path.mkdir(parents=True, exist_ok=True)
+        lock = (path / ".lock").open("w")
+    with lock:
+        try:
+            # The kernel lets go of this lock when the process ends, however it ends.
+            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except OSError:
+            raise UserError(
+                "--out", str(path), "another process works here; wait for it or name another --out"
+            ) from None
+        run_dir = RunDirectory(path)
+        if _begun(path):
+            _take_on(run_dir, recipe, grow)
+        elif not recipe_path.exists() or recipe_path.read_text("utf-8").startswith(RECIPE_HEADER):
+            # Also over the recipe of a run that failed before it made anything.
+            run_dir.write_recipe(recipe)
+        elif differences(run_dir.recipe(), recipe):
+            raise UserError("--out", str(path), f"holds another {RECIPE}; name a new folder")
+        remove_leftovers(path)
+        yield run_dir
+
+
+def _take_on(run_dir: RunDirectory, recipe: Recipe, grow: bool) -> None:
+    old = run_dir.recipe()
+    changes = differences(old, recipe)
+    if not changes:
+        return
+    in_the_way = [change for change in changes if made_from(change, old, recipe, run_dir)]
+    shown = f"was made by another recipe ({(in_the_way or changes)[0]})"
+    if in_the_way:
+        raise UserError("--out", str(run_dir.path), f"{shown}; name another --out")
+    if not grow:
+        raise UserError(
+            "--out",
+            str(run_dir.path),
+            f"{shown}; name another --out, or add --grow to keep what is there and make the rest",
+        )
+    run_dir.grow(recipe, changes)
+
+
+def made_from(change: Difference, old: Recipe, new: Recipe, run_dir: RunDirectory) -> bool:
+    """Whether anything that is there would have come out otherwise."""
+    section, *rest = change.place
+    folders = {
+        "language_models": run_dir.language_model,
+        "encoders": run_dir.encoder,
+        "energies": run_dir.energy,
+        "sums": run_dir.energy,
+    }
+    if section in folders:
+        # The first language model is the one that energies correct by default.
+        if old.language_models[0].name != new.language_models[0].name:
+            return True
+        if not rest:  # another order, of the rows alone
+            return False
+        result = folders[section](rest[0])
+        begun = result.exists() or resume_folder(result).exists()
+        return begun or _is_first_to_read_states(rest[0], old, new, run_dir)
+    if change.place[:2] == ("proposals", "deep"):
+        return any(run_dir.path.glob("proposals/*/deep"))
+    if section in ("negatives", "proposals"):
+        return (run_dir.path / section).exists()
+    if section == "evaluation":  # the table is made anew, log-weights are not
+        return rest == ["batch_size"] and (run_dir.path / "log_weights").exists()
+    return section != "reference"
+
+
+def _is_first_to_read_states(energy: str, old: Recipe, new: Recipe, run_dir: RunDirectory) -> bool:
+    """Where a HeaT learns from negatives, real blocks are read beside them: another batch, and so
+    other last bits of what was drawn already."""
+    had_heads = {old.language_model_of(one) for one in old.energies if one.kind == "heat"}
+    return any(
+        one.name == energy
+        and one.kind == "heat"
+        and new.language_model_of(one) not in had_heads
+        and run_dir.negatives(new.language_model_of(one), "train").exists()
+        for one in new.energies
+    )
