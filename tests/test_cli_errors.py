@@ -597,6 +597,31 @@ def test_a_run_of_another_recipe_is_refused(
     assert contents(tiny_run) == before
 
 
+def test_a_run_grows_only_when_asked_and_only_if_it_is_there(
+    rebm: Rebm,
+    tmp_path: Path,
+    tiny_run: Path,
+    set_options: list[str],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    before = contents(tiny_run)
+    answer = _run(rebm, tiny_run, set_options, "evaluation.num_draws=4")
+    assert_fault(answer, "--out", tiny_run, "(evaluation.num_draws was 10, now 4); name another")
+    assert "add --grow" in answer[2]
+    assert contents(tiny_run) == before
+    monkeypatch.chdir(tmp_path)
+    answer = rebm("run", "tiny", *set_options, "--grow")
+    assert_fault(answer, "run", "runs/tiny", "is not a run directory")
+    assert not (tmp_path / "runs").exists()
+    # Without --out it is the run of the recipe's name that grows, whatever is set.
+    shutil.copytree(tiny_run, tmp_path / "runs" / "tiny")
+    more = ("--set", "evaluation.num_draws=4", "--grow", "--json")
+    code, out, _ = rebm("run", "tiny", *set_options, *more)
+    assert code == 0
+    assert json.loads(out)["growth"][0]["changes"] == ["evaluation.num_draws was 10, now 4"]
+    assert [path.name for path in (tmp_path / "runs").iterdir()] == ["tiny"]
+
+
 def test_a_folder_with_other_files_and_a_file_are_no_place_for_a_run(
     rebm: Rebm, tmp_path: Path
 ) -> None:

@@ -77,13 +77,17 @@ def get_assets(names: list[str]) -> Output:
     return lines_output(data, [entry["path"] for entry in data])
 
 
-def _recipe_and_folder(recipe: str, overrides: list[str], out: Path | None) -> tuple[Recipe, Path]:
+def _recipe_and_folder(
+    recipe: str, overrides: list[str], out: Path | None, grow: bool
+) -> tuple[Recipe, Path]:
     loaded = load_recipe(recipe, overrides)
-    folder = out or Path("runs") / _run_name(loaded, overrides)
+    folder = out or Path("runs") / (loaded.name if grow else _run_name(loaded, overrides))
     from residual_ebm.files.run_directory import RunDirectory
     from residual_ebm.stages.prepare import check_corpus
     from residual_ebm.stages.settle import settle_recipe
 
+    if grow:
+        RunDirectory(folder).recipe()  # there must be a run to grow
     check_corpus(loaded, RunDirectory(folder))  # before a folder is made or a model is fetched
     return settle_recipe(loaded, folder), folder
 
@@ -103,7 +107,7 @@ def run(recipe: str, overrides: list[str], out: Path | None, grow: bool, dry_run
 
         planned = plan(load_recipe(recipe, overrides))
         return Output(planned, lambda: print_plan(planned, Console()))
-    loaded, folder = _recipe_and_folder(recipe, overrides, out)
+    loaded, folder = _recipe_and_folder(recipe, overrides, out, grow)
     from residual_ebm.files.open_run import open_run
     from residual_ebm.stages.pipeline import run_all
 
@@ -140,7 +144,7 @@ def report(runs: list[Path], out: Path | None, format: str, figures: Path | None
 
 
 def stage(stage: str, recipe: str, overrides: list[str], out: Path | None, grow: bool) -> Output:
-    loaded, folder = _recipe_and_folder(recipe, overrides, out)
+    loaded, folder = _recipe_and_folder(recipe, overrides, out, grow)
     from residual_ebm.files.open_run import open_run
     from residual_ebm.stages.fetch_assets import fetch_assets
     from residual_ebm.stages.pipeline import STAGES
