@@ -12,8 +12,10 @@ from residual_ebm.config import Recipe
 from residual_ebm.errors import UserError
 from residual_ebm.files.open_run import open_run
 from residual_ebm.files.run_directory import RECIPE, RunDirectory, resume_folder
+from residual_ebm.files.storage import is_complete
 from residual_ebm.recipe_file import check_recipe, load_recipe
 from residual_ebm.report.page import made_text
+from residual_ebm.stages import negatives, train_energy
 from residual_ebm.stages.pipeline import progress_of, run_all
 
 Change = Callable[[dict[str, Any]], None]
@@ -176,7 +178,9 @@ def test_deep_proposals_come_once(tiny_copy: Path) -> None:
         pass
 
 
-def test_a_first_heat_is_refused_where_negatives_were_drawn_without(tiny_copy: Path) -> None:
+def test_a_first_heat_and_the_loss_of_the_last_are_refused_once_negatives_are_drawn(
+    tiny_copy: Path,
+) -> None:
     recipe = load_recipe(str(tiny_copy / RECIPE))
     heat = recipe.energies[-1].model_dump(mode="json")
     without = changed(tiny_copy, _drop("energies"))
@@ -185,6 +189,10 @@ def test_a_first_heat_is_refused_where_negatives_were_drawn_without(tiny_copy: P
     with pytest.raises(UserError, match=r"energies\.new"), open_run(tiny_copy, second, grow=True):
         pass
     RunDirectory(tiny_copy).write_recipe(recipe)
+    shutil.rmtree(RunDirectory(tiny_copy).energy("heat"))
+    refused = pytest.raises(UserError, match=r"energies\.heat was \.\.\., now None")
+    with refused, open_run(tiny_copy, without, grow=True):
+        pass
     beside = changed(tiny_copy, lambda tree: tree["energies"].append({**heat, "name": "new"}))
     with open_run(tiny_copy, beside, grow=True):
         pass
@@ -199,3 +207,28 @@ def test_a_kill_between_note_and_recipe_is_told_once(tiny_copy: Path) -> None:
         (tiny_copy / RECIPE).write_bytes(before)
     assert len(json.loads((tiny_copy / "growth.json").read_text())) == 1
     assert not (tiny_copy / "results.json").exists()
+
+
+def test_a_heat_of_other_layers_is_added_while_another_is_in_training(tiny_copy: Path) -> None:
+    """Kept states have the layers of the recipe that drew them."""
+    recipe = load_recipe(str(tiny_copy / RECIPE))
+    run_dir = RunDirectory(tiny_copy)
+    shutil.rmtree(run_dir.energy("heat"))
+    negatives.run(recipe, run_dir)
+    assert run_dir.states.exists()
+
+    def reads_more(tree: dict[str, Any]) -> None:
+        heat = tree["energies"][-1]
+        tree["energies"].append({**heat, "name": "deeper", "head": {**heat["head"], "layers": [1]}})
+
+    grown = changed(tiny_copy, reads_more)
+    before = shards(run_dir)
+    with open_run(tiny_copy, grown, grow=True) as run_dir:
+        negatives.run(grown, run_dir)
+        train_energy.run(grown, run_dir)
+    assert shards(run_dir) == before
+    assert is_complete(run_dir.energy("deeper"))
+
+
+def shards(run_dir: RunDirectory) -> list[bytes]:
+    return [path.read_bytes() for path in sorted(run_dir.path.glob("negatives/*/*/*.arrow"))]

@@ -98,7 +98,7 @@ def made_from(change: Difference, old: Recipe, new: Recipe, run_dir: RunDirector
             return False
         result = folders[section](rest[0])
         begun = result.exists() or resume_folder(result).exists()
-        return begun or _is_first_to_read_states(rest[0], old, new, run_dir)
+        return begun or (section == "energies" and _draws_otherwise(old, new, run_dir))
     if change.place[:2] == ("proposals", "deep"):
         return any(run_dir.path.glob("proposals/*/deep"))
     if section in ("negatives", "proposals"):
@@ -108,14 +108,11 @@ def made_from(change: Difference, old: Recipe, new: Recipe, run_dir: RunDirector
     return section != "reference"
 
 
-def _is_first_to_read_states(energy: str, old: Recipe, new: Recipe, run_dir: RunDirectory) -> bool:
+def _draws_otherwise(old: Recipe, new: Recipe, run_dir: RunDirectory) -> bool:
     """Where a HeaT learns from negatives, real blocks are read beside them: another batch, and so
-    other last bits of what was drawn already."""
-    had_heads = {old.language_model_of(one) for one in old.energies if one.kind == "heat"}
-    return any(
-        one.name == energy
-        and one.kind == "heat"
-        and new.language_model_of(one) not in had_heads
-        and run_dir.negatives(new.language_model_of(one), "train").exists()
-        for one in new.energies
-    )
+    other last bits of what is drawn."""
+    heads = [
+        {recipe.language_model_of(one) for one in recipe.energies if one.kind == "heat"}
+        for recipe in (old, new)
+    ]
+    return any(run_dir.negatives(name, "train").exists() for name in heads[0] ^ heads[1])

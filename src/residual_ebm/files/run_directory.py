@@ -11,6 +11,7 @@ from residual_ebm.config import Recipe
 from residual_ebm.errors import UserError
 from residual_ebm.files.source_commit import source_commit
 from residual_ebm.files.storage import (
+    delete_folder,
     disk_errors,
     read_json,
     write_bytes,
@@ -73,6 +74,8 @@ class RunDirectory:
         earlier = self.read_growth()
         if entry not in earlier[-1:]:
             write_json(self.growth, [*earlier, entry])
+        # Of other layers perhaps than a new HeaT reads; drawn again, they are the same.
+        delete_folder(self.states)
         self.results.unlink(missing_ok=True)
         self.analysis.unlink(missing_ok=True)
         self.write_recipe(recipe)
