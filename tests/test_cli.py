@@ -425,7 +425,10 @@ def test_gap_tells_how_far_and_where(rebm: Rebm, tiny_run: Path, results: dict[s
     assert answer(rebm, "gap", tiny_run, "--num-passages", "0")["passages"] == []
     text = shown(rebm, "gap", tiny_run, "--energy", "unit")
     unit = answer(rebm, "gap", tiny_run, "--energy", "unit")
-    assert gap_text(unit["language_model"], "unit", unit["gap"], unit["interval"]) in text
+    assert (
+        gap_text(unit["language_model"], "unit", unit["gap"], unit["interval"], unit["flags"])
+        in text
+    )
     assert unit["passages"][0]["continuation"] in text
 
 

@@ -117,7 +117,7 @@ def run(recipe: str, overrides: list[str], out: Path | None, grow: bool, dry_run
             "float32, because bfloat16 is no quicker on this machine: expect two to three times"
             " as long as the recipe says"
         )
-    with open_run(folder, loaded, grow=grow) as run_dir:
+    with open_run(folder, loaded, grow=grow, progress=progress) as run_dir:
         data = run_all(loaded, run_dir, progress)
         page = folder / "report.html"
         made_of = (run_dir.results, run_dir.analysis)
@@ -150,7 +150,7 @@ def stage(stage: str, recipe: str, overrides: list[str], out: Path | None, grow:
     from residual_ebm.stages.pipeline import STAGES
 
     progress = TerminalProgress()
-    with open_run(folder, loaded, grow=grow) as run_dir, run_dir.timed(stage):
+    with open_run(folder, loaded, grow=grow, progress=progress) as run_dir, run_dir.timed(stage):
         fetch_assets(loaded, run_dir, progress)
         STAGES[stage](loaded, run_dir, progress)
     return lines_output({"stage": stage, "run": str(folder)}, [f"{stage}: done in {folder}"])

@@ -96,6 +96,28 @@ def test_what_no_sample_shows_no_diagnostic_sees() -> None:
         assert found.warnings[kind].when_missed == 0
 
 
+def test_claims_are_true_where_weights_are_light_and_false_where_none_is_seen() -> None:
+    """The rare continuation is worth 0.0001 e^14 = 120 of Z = 121, so the true gap of the real one,
+    which weighs 1, is log(1 / 121) = -4.8; samples that do not see it say about 0."""
+    found = coverage(light(200), 256, **OPTIONS)
+    assert found.covered_difference > 0.85
+    assert found.gap_holds > 0.9
+    rare = [
+        prefix(number, [0.5, 0.4999, 0.0001], [0.0, 0.0, 14.0 + number / 100])
+        for number in range(100)
+    ]
+    found = coverage(rare, 32, **OPTIONS)
+    assert found.covered_difference < 0.5
+    assert found.gap_holds < 0.5
+
+
+def test_a_gap_that_is_0_is_never_overstated() -> None:
+    """All weights are alike: joint model and language model are one, and every estimate says so."""
+    same = [prefix(number, [0.25, 0.75], [1.0, 1.0]) for number in range(10)]
+    found = coverage(same, 16, **OPTIONS)
+    assert found.gap_holds == found.covered_difference == 1
+
+
 def test_heavy_weights_that_are_seen_are_flagged() -> None:
     """Weights of a wide log-normal: a few samples dominate, and their tail can be fitted."""
     draw = np.random.default_rng(1)

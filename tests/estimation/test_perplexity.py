@@ -134,7 +134,7 @@ def test_a_healthy_row_has_no_flags(healthy: JointPerplexity) -> None:
     ("change", "word"),
     [
         ({"share_past_pareto_k": 0.3}, "heavy weights"),
-        ({"effective_sample_size": 2.0}, "few effective samples"),
+        ({"median_effective_sample_size": 2.0}, "few effective samples"),
         ({"share_outweighed": 0.2}, "out of reach"),
     ],
 )
@@ -162,7 +162,7 @@ def test_ten_effective_samples_are_too_few_of_any_number(
 ) -> None:
     """And 2 % of many; of eight there can be no ten, so half of them do."""
     last = replace(healthy.bounds_at[-1], num_samples=num_samples)
-    row = replace(healthy, bounds_at=[last], effective_sample_size=effective)
+    row = replace(healthy, bounds_at=[last], median_effective_sample_size=effective)
     assert bool(flags(row, healthy.upper * 1.1)) == is_few
 
 
@@ -171,3 +171,13 @@ def test_a_row_that_still_moves_is_flagged(healthy: JointPerplexity) -> None:
     first = replace(healthy.bounds_at[0], upper=healthy.upper - 0.3 * (base - healthy.upper))
     moving = replace(healthy, bounds_at=[first, *healthy.bounds_at[1:]])
     assert [flag.partition(":")[0] for flag in flags(moving, base)] == ["still moving"]
+
+
+def test_a_few_easy_prefixes_do_not_hide_that_most_have_no_samples() -> None:
+    """Of 40 prefixes 30 have one sample that outweighs all others: the mean is high, most fail."""
+    log_weight_PN = np.zeros((40, NUM_SAMPLES))
+    log_weight_PN[10:, 0] = 30.0
+    row = make_row(log_weight_PN, np.full(40, 1.0), make_prefixes())
+    assert row.effective_sample_size > 0.2 * NUM_SAMPLES
+    assert row.median_effective_sample_size == pytest.approx(1, abs=1e-3)
+    assert "few effective samples" in [flag.partition(":")[0] for flag in flags(row, row.upper)]

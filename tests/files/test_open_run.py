@@ -13,9 +13,10 @@ from residual_ebm.errors import UserError
 from residual_ebm.files.open_run import open_run
 from residual_ebm.files.run_directory import RECIPE, RunDirectory, resume_folder
 from residual_ebm.files.storage import is_complete
+from residual_ebm.progress import Progress
 from residual_ebm.recipe_file import check_recipe, load_recipe
 from residual_ebm.report.page import made_text
-from residual_ebm.stages import negatives, train_energy
+from residual_ebm.stages import analyze, negatives, train_energy
 from residual_ebm.stages.pipeline import progress_of, run_all
 
 Change = Callable[[dict[str, Any]], None]
@@ -51,7 +52,7 @@ def made(run: Path) -> dict[str, bytes]:
 
 
 def test_a_grown_run_is_the_run_that_its_recipe_makes_at_once(
-    tiny_copy: Path, tmp_path: Path
+    tiny_run: Path, tiny_copy: Path, tmp_path: Path
 ) -> None:
     before = made(tiny_copy)
     recipe = changed(tiny_copy, more_rows)
@@ -70,10 +71,13 @@ def test_a_grown_run_is_the_run_that_its_recipe_makes_at_once(
     assert [row["name"] for row in grown["language_models"]] == ["base", "ralm"]
     # Said, and only of the run that grew.
     assert at_once["growth"] == []
-    assert "changed after" not in made_text(at_once)
+    assert "was changed" not in made_text(at_once)
     (entry,) = grown["growth"]
     assert "energies.more was None, now ..." in entry["changes"]
     assert "evaluation.num_draws was 10, now 4" in made_text(grown)
+    # New rows after a table had been made are no secret.
+    table_by = json.loads((tiny_run / "results.json").read_text())["commit"]
+    assert f"after a table had been made, by commit {table_by[:10]}" in made_text(grown)
 
 
 def test_only_who_asks_for_it_has_a_run_grow(tiny_copy: Path) -> None:
@@ -206,7 +210,6 @@ def test_a_kill_between_note_and_recipe_is_told_once(tiny_copy: Path) -> None:
             pass
         (tiny_copy / RECIPE).write_bytes(before)
     assert len(json.loads((tiny_copy / "growth.json").read_text())) == 1
-    assert not (tiny_copy / "results.json").exists()
 
 
 def test_a_heat_of_other_layers_is_added_while_another_is_in_training(tiny_copy: Path) -> None:
@@ -232,3 +235,62 @@ def test_a_heat_of_other_layers_is_added_while_another_is_in_training(tiny_copy:
 
 def shards(run_dir: RunDirectory) -> list[bytes]:
     return [path.read_bytes() for path in sorted(run_dir.path.glob("negatives/*/*/*.arrow"))]
+
+
+def test_the_table_of_before_stays_until_there_is_a_new_one(tiny_copy: Path) -> None:
+    before = (tiny_copy / "results.json").read_bytes()
+    recipe = changed(tiny_copy, more_rows)
+    said = Said()
+    with open_run(tiny_copy, recipe, grow=True, progress=said) as run_dir:
+        assert not run_dir.has_results()
+        with pytest.raises(UserError, match="older version or recipe"):
+            analyze.run(recipe, run_dir)
+    assert "the run grows: energies.more was None, now ..." in said.notes
+    assert (tiny_copy / "results.json").read_bytes() == before
+    states = {entry["what"]: entry["state"] for entry in progress_of(recipe, run_dir)}
+    assert states["results"] == states["analysis"] == states["energy more"] == "missing"
+
+
+def test_a_training_that_is_given_up_can_be_taken_back(tiny_copy: Path) -> None:
+    """And the refusal names what is in the way."""
+    old = load_recipe(str(tiny_copy / RECIPE))
+    recipe = changed(tiny_copy, more_rows)
+    with open_run(tiny_copy, recipe, grow=True) as run_dir:
+        folder = resume_folder(run_dir.energy("more"))
+        folder.mkdir()
+    with pytest.raises(UserError) as caught, open_run(tiny_copy, old, grow=True):
+        pass
+    assert "energies/more.training too" in caught.value.remedy
+    assert "or delete that folder" in caught.value.remedy
+    folder.rmdir()
+    with open_run(tiny_copy, old, grow=True) as run_dir:
+        assert run_dir.has_results()  # those of before, which were never lost
+
+
+def test_a_grown_run_says_how_it_goes_on(tiny_copy: Path) -> None:
+    old = load_recipe(str(tiny_copy / RECIPE))
+    with open_run(tiny_copy, changed(tiny_copy, more_rows), grow=True):
+        pass
+    with pytest.raises(UserError) as caught, open_run(tiny_copy, old):
+        pass
+    command = f"`rebm run {tiny_copy / RECIPE} --out {tiny_copy}` goes on as it is"
+    assert command in caught.value.remedy
+
+
+def test_the_batch_size_of_scoring_decides_energies_as_well(tiny_copy: Path) -> None:
+    shutil.rmtree(tiny_copy / "log_weights")
+    recipe = changed(tiny_copy, _set("evaluation", "batch_size", to=3))
+    refused = pytest.raises(UserError, match=r"evaluation\.batch_size was .*, energies too")
+    with refused, open_run(tiny_copy, recipe, grow=True):
+        pass
+    shutil.rmtree(tiny_copy / "energies")
+    with open_run(tiny_copy, recipe, grow=True):
+        pass
+
+
+class Said(Progress):
+    def __init__(self) -> None:
+        self.notes: list[str] = []
+
+    def note(self, text: str) -> None:
+        self.notes.append(text)

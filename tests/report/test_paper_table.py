@@ -23,6 +23,8 @@ def results(tiny_run: Path) -> dict[str, Any]:
     """A run of `tiny` with a RALM, a BALM and a pretrained BiT put in beside its rows."""
     found: dict[str, Any] = json.loads((tiny_run / "results.json").read_text())
     found["timings"] = {"evaluate": 60.0}
+    for row in found["joint_models"]:  # so few samples are flagged
+        row["test"]["flags"] = []
     recipe = found["resolved_recipe"]
     base = found["language_models"][0]
     config = recipe["language_models"][0]
@@ -132,3 +134,34 @@ def test_results_from_before_comparisons_have_none(results: dict[str, Any]) -> N
     assert order_of_rows(results) == []
     page = results_page({"tiny": Published(results, None)})
     assert "one in twenty" not in page
+
+
+def test_an_order_that_rests_on_a_flagged_estimate_is_said_to(results: dict[str, Any]) -> None:
+    decide(results, "joint unit", "base", BELOW)
+    decide(results, "joint bit", "joint unit", BELOW)
+    decide(results, "joint bit", "base", ABOVE)
+    for row in results["joint_models"]:
+        flags = ["wide: far apart"] if row["name"] == "joint bit" else []
+        row["test"] = {**row["test"], "flags": flags}
+    assert line_of(results, "UniT below base").endswith("| so here")
+    assert line_of(results, "BiT below UniT").endswith("so here, if the flagged estimate holds")
+    assert line_of(results, "BiT below base").endswith(
+        "the other way round, if the flagged estimate holds"
+    )
+    texts = {text.partition(":")[0]: text for text in comparison_texts(results)}
+    assert "lower than joint unit" in texts["joint bit ⚠"]
+    assert "undecided against base, ralm, balm, joint unit, joint bit ⚠" in texts["joint heat"]
+
+
+def test_language_models_that_have_read_little_are_named(results: dict[str, Any]) -> None:
+    """Some thousands of blocks for some hundred thousand parameters."""
+    page = results_page({"tiny": Published(results, None)})
+    recipe, base = results["resolved_recipe"], results["language_models"][0]
+    training = recipe["language_models"][0]["training"]
+    tokens = training["steps"] * training["batch_size"] * recipe["block"]["length"]
+    assert f"parameter: base {tokens / base['parameters']:.1f}, balm" in page
+    assert "ralm" not in page.partition("for each parameter:")[2].partition(".")[0]
+    for row in results["language_models"]:
+        row["parameters"] = tokens // 21
+    results["language_models"][-1]["parameters"] = tokens // 20
+    assert "for each parameter" not in results_page({"tiny": Published(results, None)})

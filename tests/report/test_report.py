@@ -1,5 +1,6 @@
 """The report of a run: every section is there, text stays text, and the words fit the numbers."""
 
+import dataclasses
 import json
 import platform
 import re
@@ -13,9 +14,10 @@ from typing import Any
 import pytest
 import torch
 
+from residual_ebm.report.charts import add_legend, image_of, new_chart, plot_curve
 from residual_ebm.report.figures import run_figures
 from residual_ebm.report.markdown import markdown_report
-from residual_ebm.report.page import Run, html_report, read_run
+from residual_ebm.report.page import Run, html_report, notes_of, read_run
 from residual_ebm.report.rows import gap_text, table_rows
 from residual_ebm.report.story import Piece, compare_texts, verdict
 
@@ -216,7 +218,60 @@ def test_train_against_validation(run: Run, page: Page) -> None:
 def test_a_gap_is_called_one_where_it_is_certain(
     gap: float, low: float | None, high: float | None, said: str
 ) -> None:
-    assert gap_text("lm", "heat", gap, {"low": low, "high": high}).startswith(said)
+    assert gap_text("lm", "heat", gap, {"low": low, "high": high}, []).startswith(said)
+
+
+@pytest.mark.parametrize(
+    ("flag", "is_certain"),
+    [
+        ("heavy weights: for 30% of prefixes", False),
+        ("out of reach: for 20% of prefixes", False),
+        ("wide: the bounds are 3 apart", True),  # the gap is of the upper estimate of log Z
+    ],
+)
+def test_no_gap_is_certain_where_unseen_weights_may_decide(flag: str, is_certain: bool) -> None:
+    said = gap_text("lm", "heat", 0.5, {"low": 0.2, "high": 0.8}, [flag])
+    assert said.startswith("lm is at least 0.200") == is_certain
+    assert ("probably too high: see the flags" in said) != is_certain
+
+
+def test_a_flagged_model_is_marked_wherever_it_is_named(run: Run) -> None:
+    best = run.results["best_energy"]
+    sound, flagged = (
+        dataclasses.replace(run, results=changed(run, flags=flags))
+        for flags in ([], ["wide: far apart"])
+    )
+    for one, marks in ((sound, 0), (flagged, 1)):
+        page = html_report([one, sound])
+        assert page.count(f"<td>joint {best} ⚠</td>") == marks
+        assert page.count(f"<td>{best} ⚠</td>") == marks  # side by side
+    # The caption explains the sign everywhere.
+    assert "⚠: flagged" in html_report([run])
+
+
+def test_legends_of_many_entries_stand_below_the_axes() -> None:
+    for count, is_within in ((4, True), (5, False)):
+        figure, axes = new_chart()
+        for number in range(count):
+            plot_curve(axes, [(0, number), (1, number)], f"energy {number}")
+        add_legend(axes)
+        image_of(figure, "svg")  # lays it out
+        legend = axes.get_legend().get_window_extent()
+        own = axes.get_window_extent()
+        assert (legend.y0 >= own.y0) == is_within
+        if not is_within:
+            assert legend.y1 <= own.y0
+            assert legend.y0 >= 0
+            assert own.height > 0.5 * figure.bbox.height
+
+
+def test_many_notes_are_folded(run: Run) -> None:
+    notes = len(notes_of(run))
+    assert notes > 6
+    assert f"<summary>{notes} notes: how models compare" in html_report([run])
+    alone = dataclasses.replace(run, results={**run.results, "joint_models": [], "comparisons": []})
+    alone.results["best_energy"] = None
+    assert "notes: how models" not in html_report([dataclasses.replace(alone, analysis=None)])
 
 
 def test_markup_in_text_stays_text(run: Run) -> None:
@@ -342,7 +397,7 @@ def test_results_of_an_older_version(
 ) -> None:
     before = (tiny_copy / "report.html").read_bytes()
     results = json.loads((tiny_copy / "results.json").read_text())
-    del results["versions"]
+    del results["growth"]
     (tiny_copy / "results.json").write_text(json.dumps(results))
     code, _, error = rebm("report", tiny_copy)
     assert code == 2

@@ -13,7 +13,7 @@ from residual_ebm.files.blocks import choose_blocks, read_blocks
 from residual_ebm.files.log_weights import read_log_weights
 from residual_ebm.files.open_run import open_run
 from residual_ebm.files.run_directory import RunDirectory
-from residual_ebm.files.samples import open_samples
+from residual_ebm.files.samples import open_samples, read_rows, write_rows
 from residual_ebm.files.states import REAL_SAMPLE, WantedStates, open_states
 from residual_ebm.files.storage import fingerprint, is_complete
 from residual_ebm.models import kept_features
@@ -94,6 +94,21 @@ def test_states_that_are_needed_again_come_back_the_same(tiny_copy: Path) -> Non
     assert is_complete(run_dir.states / "base" / "train")
     train_energy.run(recipe, run_dir)
     assert {path: path.read_bytes() for path in before} == before
+
+
+def test_negatives_that_would_come_out_otherwise_stay(tiny_copy: Path) -> None:
+    """Other energies have learnt from them; another processor might draw others."""
+    recipe = load_recipe(str(tiny_copy / "recipe.yaml"))
+    run_dir = RunDirectory(tiny_copy)
+    shutil.rmtree(run_dir.energy("heat"))
+    path = sorted(run_dir.negatives("base", "train").glob("shard-*"))[0]
+    rows = read_rows(path)
+    rows.ids_NC[0, -1] += 1
+    write_rows(path, rows)
+    before = path.read_bytes()
+    with pytest.raises(UserError, match="come out otherwise than when they were drawn"):
+        negatives.run(recipe, run_dir)
+    assert path.read_bytes() == before
 
 
 def test_an_interrupted_drawing_goes_on_with_both(tiny_copy: Path) -> None:

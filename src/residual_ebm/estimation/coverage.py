@@ -81,6 +81,8 @@ class Coverage:
     num_replicates: int
     covered: float  # share of published intervals that hold the truth
     covered_with_known_partition: float  # the same where log Z need not be estimated
+    covered_difference: float  # share of paired intervals that hold the true difference from P_LM
+    gap_holds: float  # share in which the true gap is at least the least that is claimed
     between_bounds: float  # share of estimates whose bounds hold the truth of their documents
     lower_bias: float  # mean of log lower perplexity - log true one of the same prefixes
     upper_bias: float
@@ -116,13 +118,18 @@ def coverage(
     `num_documents` of them with replacement.
     """
     truth = true_perplexity(prefixes)
+    lm_log_prob_P = np.array([prefix.lm_log_prob for prefix in prefixes])
+    log_prob_P = np.array([prefix.log_prob for prefix in prefixes])
+    num_tokens_P = [prefix.num_tokens for prefix in prefixes]
+    true_difference = truth - perplexity(lm_log_prob_P, num_tokens_P)
+    true_gap = float((log_prob_P - lm_log_prob_P).mean())
     cdf = [np.exp(prefix.lm_log_prob_K).cumsum() for prefix in prefixes]
     by_document: dict[int, list[int]] = {}
     for number, prefix in enumerate(prefixes):
         by_document.setdefault(prefix.document, []).append(number)
     documents = list(by_document.values())
     covered, covered_exactly, between, raised, rows = [], [], [], [], []
-    lower_bias, upper_bias = [], []
+    lower_bias, upper_bias, covered_difference, gap_holds = [], [], [], []
     for replicate in range(num_replicates):
         which = generator(seed, "coverage_documents", replicate)
         chosen = [documents[one] for one in which.integers(0, len(documents), num_documents)]
@@ -152,6 +159,9 @@ def coverage(
         rows.append(row)
         covered.append(row.published.low <= truth <= row.published.high)
         covered_exactly.append(exact.low <= truth <= exact.high)
+        difference = row.difference_from_base
+        covered_difference.append(difference.low <= true_difference <= difference.high)
+        gap_holds.append(row.gap_interval.low <= true_gap)
         base = perplexity(known.lm_log_prob_P, known.num_tokens_P)
         raised.append({flag.partition(":")[0] for flag in flags(row, base)})
         own_truth = true_perplexity(drawn)
@@ -167,6 +177,8 @@ def coverage(
         num_replicates,
         float(np.mean(covered)),
         float(np.mean(covered_exactly)),
+        float(np.mean(covered_difference)),
+        float(np.mean(gap_holds)),
         float(np.mean(between)),
         float(np.mean(lower_bias)),
         float(np.mean(upper_bias)),

@@ -4,6 +4,8 @@ A flag is a reason not to quote the number as it stands. No flags means that non
 signs of trouble were seen, not that the number is right.
 """
 
+from collections.abc import Sequence
+
 from residual_ebm.estimation.perplexity import JointPerplexity
 
 # Shares of prefixes above which a sign of trouble is worth a sentence.
@@ -11,6 +13,9 @@ _MANY = 0.1
 _STILL_MOVING = 0.25  # of the gain or loss, between n/4 and n, or between the bounds
 _FEW_EFFECTIVE = 0.02  # of n
 _TOO_FEW_EFFECTIVE = 10  # whatever n is; of very small n, half
+
+# Signs that weights beyond the largest drawn one decide Z, so that it is probably too low.
+_OF_THE_TAIL = ("heavy weights", "out of reach")
 
 # What a flag's sentence begins with, up to its colon.
 KINDS = ("still moving", "wide", "heavy weights", "few effective samples", "out of reach")
@@ -39,10 +44,11 @@ def flags(joint: JointPerplexity, base: float) -> list[str]:
             " threshold, so the bounds may be far off there; train the energy less or scale it down"
         )
     few = min(_TOO_FEW_EFFECTIVE, last.num_samples / 2)
-    if joint.effective_sample_size < max(few, _FEW_EFFECTIVE * last.num_samples):
+    if joint.median_effective_sample_size < max(few, _FEW_EFFECTIVE * last.num_samples):
         found.append(
-            f"few effective samples: {joint.effective_sample_size:.0f} of {last.num_samples}; draw"
-            " more proposals or scale the energy down"
+            f"few effective samples: {joint.median_effective_sample_size:.0f} of"
+            f" {last.num_samples} for the median prefix; draw more proposals or scale the energy"
+            " down"
         )
     if joint.share_outweighed > _MANY:
         found.append(
@@ -50,3 +56,9 @@ def flags(joint: JointPerplexity, base: float) -> list[str]:
             " outweighs every proposal, so Z is probably too low and the perplexity flattered"
         )
     return found
+
+
+def tail_is_unseen(found: Sequence[str]) -> bool:
+    """Whether flags say that what was not drawn may outweigh what was: a lower bound of a gain is
+    none then."""
+    return any(flag.startswith(_OF_THE_TAIL) for flag in found)

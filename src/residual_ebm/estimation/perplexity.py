@@ -86,6 +86,7 @@ class JointPerplexity:
     difference_from_base: Interval  # of the upper perplexity, paired, document bootstrap
     bounds_at: list[BoundsAt]
     effective_sample_size: float  # mean over prefixes
+    median_effective_sample_size: float  # a few easy prefixes lift the mean, not this
     share_past_pareto_k: float
     share_outweighed: float
     log_partition_mean: float
@@ -144,6 +145,7 @@ def joint_perplexity(
     high = bootstrap_perplexity(from_upper_P, tokens_P, document_P, **resampling).high
     gap_P = from_upper_P - prefixes.lm_log_prob_P
     log_partition_P = np.array([summary.lower[num_samples] for summary in summaries])
+    effective_P = np.array([summary.effective_sample_size for summary in summaries])
     threshold = pareto_k_threshold(num_samples)
     return JointPerplexity(
         lower=bounds_at[-1].lower,
@@ -153,7 +155,8 @@ def joint_perplexity(
             from_upper_P, prefixes.lm_log_prob_P, tokens_P, document_P, **resampling
         ),
         bounds_at=bounds_at,
-        effective_sample_size=float(np.mean([s.effective_sample_size for s in summaries])),
+        effective_sample_size=float(np.mean(effective_P)),
+        median_effective_sample_size=float(np.median(effective_P)),
         share_past_pareto_k=float(np.mean([s.pareto_k > threshold for s in summaries])),
         share_outweighed=float(np.mean([s.outweighs for s in summaries])),
         log_partition_mean=float(log_partition_P.mean()),

@@ -20,7 +20,9 @@ from residual_ebm.files.run_directory import (
     resume_folder,
 )
 from residual_ebm.files.storage import disk_errors, remove_leftovers
+from residual_ebm.progress import QUIET, Progress
 from residual_ebm.recipe_file import Difference, differences
+from residual_ebm.sections import TRAINING_SUFFIX
 
 _OF_A_NEW_RUN = (".lock", RECIPE, f".partial-{RECIPE}", TIMINGS)
 
@@ -31,7 +33,9 @@ def _begun(path: Path) -> bool:
 
 
 @contextmanager
-def open_run(path: Path, recipe: Recipe, *, grow: bool = False) -> Iterator[RunDirectory]:
+def open_run(
+    path: Path, recipe: Recipe, *, grow: bool = False, progress: Progress = QUIET
+) -> Iterator[RunDirectory]:
     """Own the run directory of a recipe: create it, or go on with it if the recipe is the same;
     with `grow` also if it is another one that leaves everything there as it is."""
     with disk_errors(path):
@@ -53,7 +57,7 @@ def open_run(path: Path, recipe: Recipe, *, grow: bool = False) -> Iterator[RunD
             ) from None
         run_dir = RunDirectory(path)
         if _begun(path):
-            _take_on(run_dir, recipe, grow)
+            _take_on(run_dir, recipe, grow, progress)
         elif not recipe_path.exists() or recipe_path.read_text("utf-8").startswith(RECIPE_HEADER):
             # Also over the recipe of a run that failed before it made anything.
             run_dir.write_recipe(recipe)
@@ -63,26 +67,35 @@ def open_run(path: Path, recipe: Recipe, *, grow: bool = False) -> Iterator[RunD
         yield run_dir
 
 
-def _take_on(run_dir: RunDirectory, recipe: Recipe, grow: bool) -> None:
+def _take_on(run_dir: RunDirectory, recipe: Recipe, grow: bool, progress: Progress) -> None:
+    """Go on with a run of a changed recipe, or refuse to."""
     old = run_dir.recipe()
     changes = differences(old, recipe)
     if not changes:
         return
-    in_the_way = [change for change in changes if made_from(change, old, recipe, run_dir)]
-    shown = f"was made by another recipe ({(in_the_way or changes)[0]})"
-    if in_the_way:
-        raise UserError("--out", str(run_dir.path), f"{shown}; name another --out")
+    for change in changes:
+        made = made_from(change, old, recipe, run_dir)
+        if made is not None:
+            shown = f"was made by another recipe ({change})"
+            if made.name != RECIPE:
+                shown += f", {made.relative_to(run_dir.path)} too"
+            begun = made.name.endswith(TRAINING_SUFFIX)
+            given_up = ", or delete that folder to give that training up" if begun else ""
+            raise UserError("--out", str(run_dir.path), f"{shown}; name another --out{given_up}")
     if not grow:
+        remedy = "name another --out, or add --grow to keep what is there and make the rest"
+        if run_dir.growth.exists():
+            remedy += f"; `rebm run {run_dir.path / RECIPE} --out {run_dir.path}` goes on as it is"
         raise UserError(
-            "--out",
-            str(run_dir.path),
-            f"{shown}; name another --out, or add --grow to keep what is there and make the rest",
+            "--out", str(run_dir.path), f"was made by another recipe ({changes[0]}); {remedy}"
         )
+    for change in changes:
+        progress.note(f"the run grows: {change}")
     run_dir.grow(recipe, changes)
 
 
-def made_from(change: Difference, old: Recipe, new: Recipe, run_dir: RunDirectory) -> bool:
-    """Whether anything that is there would have come out otherwise."""
+def made_from(change: Difference, old: Recipe, new: Recipe, run_dir: RunDirectory) -> Path | None:
+    """Something that is there and would have come out otherwise."""
     section, *rest = change.place
     folders = {
         "language_models": run_dir.language_model,
@@ -93,26 +106,30 @@ def made_from(change: Difference, old: Recipe, new: Recipe, run_dir: RunDirector
     if section in folders:
         # The first language model is the one that energies correct by default.
         if old.language_models[0].name != new.language_models[0].name:
-            return True
+            return run_dir.blocks
         if not rest:  # another order, of the rows alone
-            return False
+            return None
         result = folders[section](rest[0])
-        begun = result.exists() or resume_folder(result).exists()
-        return begun or (section == "energies" and _draws_otherwise(old, new, run_dir))
-    if change.place[:2] == ("proposals", "deep"):
-        return any(run_dir.path.glob("proposals/*/deep"))
-    if section in ("negatives", "proposals"):
-        return (run_dir.path / section).exists()
-    if section == "evaluation":  # the table is made anew, log-weights are not
-        return rest == ["batch_size"] and (run_dir.path / "log_weights").exists()
-    return section != "reference"
+        concerned = [result, resume_folder(result)]
+        if section == "energies":
+            concerned += _drawn_otherwise(old, new, run_dir)
+    elif change.place[:2] == ("proposals", "deep"):
+        concerned = list(run_dir.path.glob("proposals/*/deep"))
+    elif section in ("negatives", "proposals"):
+        concerned = [run_dir.path / section]
+    elif section == "evaluation":  # the table is made anew, log-weights and energies are not
+        names = ("energies", "log_weights") if rest == ["batch_size"] else ()
+        concerned = [run_dir.path / name for name in names]
+    else:
+        concerned = [] if section == "reference" else [run_dir.path / RECIPE]
+    return next((path for path in concerned if path.exists()), None)
 
 
-def _draws_otherwise(old: Recipe, new: Recipe, run_dir: RunDirectory) -> bool:
+def _drawn_otherwise(old: Recipe, new: Recipe, run_dir: RunDirectory) -> list[Path]:
     """Where a HeaT learns from negatives, real blocks are read beside them: another batch, and so
     other last bits of what is drawn."""
     heads = [
         {recipe.language_model_of(one) for one in recipe.energies if one.kind == "heat"}
         for recipe in (old, new)
     ]
-    return any(run_dir.negatives(name, "train").exists() for name in heads[0] ^ heads[1])
+    return [run_dir.negatives(name, "train") for name in sorted(heads[0] ^ heads[1])]

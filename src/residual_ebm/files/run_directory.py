@@ -17,11 +17,11 @@ from residual_ebm.files.storage import (
     write_bytes,
     write_json,
 )
-from residual_ebm.recipe_file import Difference, load_recipe
+from residual_ebm.recipe_file import Difference, check_recipe, differences, load_recipe
 from residual_ebm.sections import TRAINING_SUFFIX
 
 RECIPE = "recipe.yaml"
-ANALYSIS_VERSION = 3  # of what `analyze` writes; an older one is made anew
+ANALYSIS_VERSION = 4  # of what `analyze` writes; an older one is made anew
 RECIPE_HEADER = "# The recipe of this run, complete: `rebm run` with it makes the same run again.\n"
 TIMINGS = "timings.json"
 
@@ -68,15 +68,21 @@ class RunDirectory:
         return load_recipe(str(path))
 
     def grow(self, recipe: Recipe, changes: Sequence[Difference]) -> None:
-        """Take on a changed recipe, and remember that. Its table is made anew; the recipe itself
-        comes last, so that a kill leaves a run of the old recipe or one of the new."""
-        entry = {"commit": source_commit(), "changes": [str(change) for change in changes]}
+        """Take on a changed recipe, and remember that. The table of before stays until a new one is
+        made; the recipe itself comes last, so that a kill leaves a run of the old recipe or of the
+        new."""
+        entry = {
+            "commit": source_commit(),
+            "table_by": (self.read_results()["commit"] or "unknown")
+            if self.results.exists()
+            else None,
+            "changes": [str(change) for change in changes],
+        }
         earlier = self.read_growth()
         if entry not in earlier[-1:]:
             write_json(self.growth, [*earlier, entry])
         # Of other layers perhaps than a new HeaT reads; drawn again, they are the same.
         delete_folder(self.states)
-        self.results.unlink(missing_ok=True)
         self.analysis.unlink(missing_ok=True)
         self.write_recipe(recipe)
 
@@ -97,8 +103,28 @@ class RunDirectory:
         return results
 
     def has_results(self) -> bool:
-        """Not those of an older version, which lack what reports need: they are made anew."""
-        return self.results.exists() and "versions" in self.read_results()
+        """Not those of an older version, which lack what reports need, nor those of the recipe
+        before it grew: they are made anew."""
+        if not self.results.exists():
+            return False
+        results = self.read_results()
+        if "growth" not in results:
+            return False
+        try:
+            made_by = check_recipe(results["resolved_recipe"])
+        except UserError:  # a recipe that this version would not take
+            return False
+        return not differences(made_by, self.recipe())
+
+    def check_results(self) -> None:
+        self.read_results()  # says so where there are none
+        if not self.has_results():
+            raise UserError(
+                "run",
+                str(self.path),
+                "its results are of an older version or recipe; `rebm run` makes them anew and"
+                " trains nothing that is trained",
+            )
 
     def read_analysis(self) -> dict[str, Any] | None:
         """None where there is none, or one that this version would make otherwise."""

@@ -8,7 +8,7 @@ from typing import Any
 from matplotlib.axes import Axes
 from matplotlib.ticker import ScalarFormatter
 
-from residual_ebm.report.charts import REAL, plot_curve
+from residual_ebm.report.charts import add_legend, plot_curve
 from residual_ebm.report.run_figure import GUIDE, RunFigure, colours
 
 
@@ -31,15 +31,23 @@ def coverage_figures(found: dict[str, Any], seed: int) -> list[RunFigure]:
         axes.set_xscale("log", base=2)
         axes.xaxis.set_major_formatter(ScalarFormatter())
         axes.set_xlabel("samples a prefix")
-        axes.legend()
+        add_legend(axes)
 
     def draw_covered(axes: Axes) -> None:
         draw(axes, lambda row: float(row["covered"]))
-        known = sum(row["covered_with_known_partition"] for row in found["rows"])
         axes.axhline(0.95, **GUIDE)
-        axes.axhline(known / len(found["rows"]), color=REAL, linestyle="--", linewidth=1)
+        for colour, rows in zip(colours(), by_scale.values(), strict=False):
+            # The same documents at every n, so the same figure.
+            known = rows[0]["covered_with_known_partition"]
+            axes.axhline(known, color=colour, linestyle="--", linewidth=1)
         axes.set_ylim(-0.03, 1.03)
         axes.set_ylabel("intervals that hold the truth")
+
+    def draw_claims(axes: Axes, claim: str) -> None:
+        draw(axes, lambda row: float(row[claim]))
+        axes.axhline(0.975 if claim == "gap_holds" else 0.95, **GUIDE)
+        axes.set_ylim(-0.03, 1.03)
+        axes.set_ylabel("claims that are true")
 
     def draw_between(axes: Axes) -> None:
         draw(axes, lambda row: float(row["between_bounds"]))
@@ -67,10 +75,28 @@ def coverage_figures(found: dict[str, Any], seed: int) -> list[RunFigure]:
             "coverage",
             "Does the published interval hold the truth?",
             "Share of published 95 % intervals (dotted: 95 %) that hold the true perplexity of the"
-            " joint model, which is summed over all continuations. Dashed: intervals of the same"
-            " documents with log Z known, so what is missing there is the bootstrap's own.",
+            " joint model, which is summed over all continuations. Dashed, in the same colours:"
+            " intervals of the same documents with log Z known, so what is missing there is the"
+            f" bootstrap's own. Of so many estimates a share is certain to ±{_chance(found):.0%}.",
             made_of,
             draw_covered,
+        ),
+        RunFigure(
+            "claims-difference",
+            "Does the interval of the gain hold the truth?",
+            "Share of 95 % intervals (dotted: 95 %) of the paired difference from the language"
+            " model that hold the true difference. They are narrower than those of the perplexity,"
+            " so an error of log Z shows sooner.",
+            made_of,
+            functools.partial(draw_claims, claim="covered_difference"),
+        ),
+        RunFigure(
+            "claims-gap",
+            "Is the language model really at least so far away?",
+            "Share of estimates whose gap, the low end of its 95 % interval (dotted: 97.5 %), is"
+            " not more than the true one. Where weights are heavy, unseen ones would lower it.",
+            made_of,
+            functools.partial(draw_claims, claim="gap_holds"),
         ),
         RunFigure(
             "bias",
@@ -103,3 +129,8 @@ def coverage_figures(found: dict[str, Any], seed: int) -> list[RunFigure]:
             for kind, (name, title) in warned.items()
         ),
     ]
+
+
+def _chance(found: dict[str, Any]) -> float:
+    """Two standard errors of a share near 95 % of that many estimates."""
+    return 2 * math.sqrt(0.95 * 0.05 / float(found["rows"][0]["num_replicates"]))

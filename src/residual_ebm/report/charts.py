@@ -1,7 +1,7 @@
 """How every chart looks, and how it becomes a file: the same numbers give the same bytes."""
 
 import io
-from typing import Any
+from typing import Any, Literal
 
 from matplotlib import rc_context
 from matplotlib.axes import Axes
@@ -12,6 +12,8 @@ INK = "#24292f"
 # Of lines and bars; readable on white and on black, and apart for those who see few colours.
 REAL, BASE, JOINT = "#7d8590", "#d9822b", "#2f81c7"
 CYCLE = [JOINT, BASE, "#2da57a", "#b45fae", "#c2544d", "#8a8d2a", REAL]
+_ENTRIES_WITHIN = 4  # of a legend
+_INCHES_A_LINE = 0.18
 _STYLE: Any = {
     "svg.hashsalt": "residual-ebm",
     "svg.fonttype": "none",
@@ -44,6 +46,18 @@ def plot_curve(axes: Axes, points: list[tuple[float, float]], label: str, **opti
     x, y = zip(*points, strict=True)
     line = {"linestyle": "-" if len(points) > 1 else "none", **options}
     axes.plot(x, y, marker="o", markersize=3, label=label, **line)
+
+
+def add_legend(axes: Axes, loc: Literal["best", "lower right", "upper left"] = "best") -> None:
+    """Within the axes, or below them where so many entries would cover what they explain."""
+    count = len(axes.get_legend_handles_labels()[1])
+    if count <= _ENTRIES_WITHIN:
+        axes.legend(loc=loc)
+        return
+    figure = axes.get_figure(root=True)
+    assert figure is not None
+    figure.set_figheight(figure.get_figheight() + _INCHES_A_LINE * ((count + 1) // 2))
+    axes.legend(loc="upper center", bbox_to_anchor=(0.5, -0.2), ncols=2)
 
 
 def image_of(figure: Figure, kind: str, *, inline: bool = False) -> bytes:

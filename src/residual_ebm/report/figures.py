@@ -12,7 +12,7 @@ from matplotlib.axes import Axes
 from matplotlib.ticker import ScalarFormatter
 
 from residual_ebm.report.calibration_figures import coverage_figures
-from residual_ebm.report.charts import BASE, JOINT, REAL, plot_curve
+from residual_ebm.report.charts import BASE, JOINT, REAL, add_legend, plot_curve
 from residual_ebm.report.run_figure import GUIDE, RunFigure, colours
 
 
@@ -129,7 +129,7 @@ class Made:
                     axes.fill_between(found["log_prob_K"], curve, color=shade, alpha=0.2)
             axes.set_xlabel(f"log-prob of a passage under {own}, in nats")
             axes.set_yticks([])
-            axes.legend()
+            add_legend(axes)
 
         low, high = found["interval"]["low"], found["interval"]["high"]
         shown = "?" if low is None else f"{low:.2f} to {high:.2f}"
@@ -160,7 +160,7 @@ class Made:
             axes.plot([0, 1], [0, 1], **GUIDE)
             axes.set_xlabel("samples taken for real text")
             axes.set_ylabel("real text recognised")
-            axes.legend(loc="lower right")
+            add_legend(axes, "lower right")
 
         return RunFigure(
             "roc",
@@ -180,7 +180,7 @@ class Made:
             axes.plot([0, 1], [0, 1], **GUIDE)
             axes.set_xlabel("probability of being real, says the energy")
             axes.set_ylabel("share that is real")
-            axes.legend(loc="upper left")
+            add_legend(axes, "upper left")
 
         return RunFigure(
             "calibration",
@@ -226,7 +226,7 @@ def _draw_bounds(
     axes.xaxis.set_major_formatter(ScalarFormatter())
     axes.set_xlabel("samples a prefix")
     axes.set_ylabel("perplexity")
-    axes.legend()
+    add_legend(axes)
 
 
 def _per_step(steps: dict[str, Any], seed: int) -> RunFigure:
@@ -255,7 +255,7 @@ def _per_step(steps: dict[str, Any], seed: int) -> RunFigure:
         axes.axhline(0, **GUIDE)
         axes.set_xlabel("position after the prefix")
         axes.set_ylabel("perplexity gained, %")
-        axes.legend()
+        add_legend(axes)
 
     checked = ""
     if last is not None:
@@ -296,7 +296,7 @@ def _draw_repetition(axes: Axes, rows: list[dict[str, Any]], kind: str) -> None:
     axes.set_xticks(range(len(rows)), [f"{row['order']}-grams" for row in rows])
     axes.set_xlim(-0.5, len(rows) - 0.5)
     axes.set_ylabel("% different")
-    axes.legend(loc="lower right")
+    add_legend(axes, "lower right")
 
 
 def _validated_on(rows: list[dict[str, Any]]) -> str:
@@ -332,7 +332,7 @@ def _curves(results: dict[str, Any]) -> Iterator[RunFigure]:
                 plot_curve(axes, points, label, color=colour)
             axes.set_xlabel("step")
             axes.set_ylabel("validation loss")
-            axes.legend()
+            add_legend(axes)
 
         log_four = " 1.386 (log 4) is what knowing nothing gives." if name == "energies" else ""
         yield RunFigure(

@@ -13,11 +13,11 @@ from typing import Any
 import yaml
 from jinja2 import Environment, StrictUndefined
 
-from residual_ebm.errors import UserError
 from residual_ebm.files.run_directory import RunDirectory
 from residual_ebm.report.charts import INK, image_of
 from residual_ebm.report.figures import run_figures
 from residual_ebm.report.rows import (
+    FLAGGED,
     HEADINGS,
     base_perplexity,
     best_row,
@@ -72,12 +72,7 @@ def read_run(folder: Path) -> Run:
     run_dir = RunDirectory(folder)
     run_dir.recipe()
     results = run_dir.read_results()
-    if not run_dir.has_results():
-        raise UserError(
-            "run",
-            str(folder),
-            "its results are of an older version; `rebm run` makes them anew and trains nothing",
-        )
+    run_dir.check_results()
     return Run(folder.resolve().name, results, run_dir.read_analysis(), run_dir.read_timings())
 
 
@@ -176,7 +171,7 @@ def summary_cells(results: dict[str, Any]) -> list[str]:
         return [*made_of, "", shown, "", "", ""]
     return [
         *made_of,
-        row["energy"],
+        f"{row['energy']}{FLAGGED if row['test']['flags'] else ''}",
         f"{row['language_model']} {number_text(base_perplexity(results, row))}",
         bounds_text(row["test"]),
         signed_text(row["test"]["difference_from_base"]),
@@ -197,7 +192,9 @@ def gap_of(run: Run) -> dict[str, Any] | None:
     if row is None:
         return None
     best, test = row["energy"], row["test"]
-    sentence = gap_text(row["language_model"], best, test["gap"], test["gap_interval"])
+    sentence = gap_text(
+        row["language_model"], best, test["gap"], test["gap_interval"], test["flags"]
+    )
     counts = (
         f"{run.results['num_prefixes']['test']} test passages, n = {run.results['num_samples']}."
     )

@@ -36,6 +36,8 @@ def paper_figures(results: dict[str, Any], analysis: dict[str, Any] | None) -> l
         rows = analysis["calibration"]["rows"]
         said = {
             "coverage": _coverage(rows),
+            "claims-difference": _claims(rows, "covered_difference"),
+            "claims-gap": _claims(rows, "gap_holds"),
             "bias": _bias(rows),
             "between": _between(rows),
             "warnings": _warned(rows),
@@ -73,6 +75,21 @@ def _coverage(rows: Sequence[dict[str, Any]]) -> str:
         f"With log Z known {known:.0%} of the intervals hold the truth; of published ones at least"
         f" {worst['covered']:.0%} (energy x {worst['scale']:g}, n = {worst['num_samples']})."
     )
+
+
+def _claims(rows: Sequence[dict[str, Any]], claim: str) -> str:
+    """Apart where flags warn: there nobody should believe it anyway."""
+    said = []
+    for is_flagged, where in ((False, "no flag was"), (True, "a flag was")):
+        shares = [
+            row[claim] for row in rows if (row["warnings"]["any"]["overall"] > 0.5) == is_flagged
+        ]
+        if shares:
+            said.append(
+                f"between {min(shares):.0%} and {max(shares):.0%} in the {len(shares)} settings"
+                f" where {where} raised as a rule"
+            )
+    return f"Here {'; '.join(said)}."
 
 
 def _bias(rows: Sequence[dict[str, Any]]) -> str:

@@ -8,7 +8,13 @@ import itertools
 from collections.abc import Sequence
 from typing import Any, NamedTuple
 
-from residual_ebm.report.rows import best_row, bounds_text, number_text, signed_text
+from residual_ebm.report.rows import (
+    best_row,
+    bounds_text,
+    flagged_models,
+    number_text,
+    signed_text,
+)
 
 HEADINGS = ("the paper", "there", "here", "difference, 95 %", "")
 
@@ -35,6 +41,7 @@ def order_of_rows(results: dict[str, Any]) -> list[Sequence[str]]:
         (found["model"], found["other"]): found["difference"]
         for found in results.get("comparisons", [])
     }
+    flagged = flagged_models(results)
     lines: list[Sequence[str]] = []
     for higher, lower in itertools.combinations(_PAPER, 2):
         for one in roles.get(lower, []):
@@ -49,7 +56,7 @@ def order_of_rows(results: dict[str, Any]) -> list[Sequence[str]]:
                             there,
                             here,
                             signed_text(interval),
-                            _agreement(interval),
+                            _agreement(interval, bool(flagged & {one.name, other.name})),
                         )
                     )
     return lines
@@ -67,11 +74,12 @@ def _difference(
     return {"low": None if high is None else -high, "high": None if low is None else -low}
 
 
-def _agreement(interval: dict[str, float | None]) -> str:
+def _agreement(interval: dict[str, float | None], is_flagged: bool) -> str:
     low, high = interval["low"], interval["high"]
     if low is None or high is None or low <= 0 <= high:
         return "undecided"
-    return "so here" if high < 0 else "the other way round"
+    found = "so here" if high < 0 else "the other way round"
+    return f"{found}, if the flagged estimate holds" if is_flagged else found
 
 
 def _roles(results: dict[str, Any]) -> dict[str, list[_Row]]:

@@ -9,8 +9,9 @@ import itertools
 from pathlib import Path
 from typing import Any
 
+from residual_ebm.config import SCRATCH
 from residual_ebm.files.storage import write_bytes
-from residual_ebm.report.charts import CYCLE, image_of, new_chart, plot_curve, style
+from residual_ebm.report.charts import CYCLE, add_legend, image_of, new_chart, plot_curve, style
 from residual_ebm.report.paper_figures import PaperFigure, paper_figures
 from residual_ebm.report.paper_table import HEADINGS as ORDER_HEADINGS
 from residual_ebm.report.paper_table import order_of_rows
@@ -20,8 +21,10 @@ from residual_ebm.report.rows import (
     comparison_texts,
     comparisons_note,
     count_text,
+    effective_text,
     growth_text,
     interval_text,
+    marked_name,
     number_text,
     signed_text,
 )
@@ -38,6 +41,8 @@ _COLUMNS = (
     "ESS",
     "k-hat passes",
 )
+
+_ENOUGH_TOKENS = 20  # for each parameter, about where training is usually stopped
 
 
 def results_page(published: dict[str, Published]) -> str:
@@ -113,8 +118,31 @@ def _order(results: dict[str, Any]) -> list[str]:
             "| " + " | ".join(ORDER_HEADINGS) + " |",
             "| --- |" + " ---: |" * (len(ORDER_HEADINGS) - 1),
             *("| " + " | ".join(line) + " |" for line in order),
+            *_short_of_tokens(results),
         ]
     return lines
+
+
+def _short_of_tokens(results: dict[str, Any]) -> list[str]:
+    """A reservation about the order where language models from scratch have read little."""
+    recipe = results["resolved_recipe"]
+    rows = {row["name"]: row for row in results["language_models"]}
+    shares = {
+        config["name"]: _items_seen(rows[config["name"]], config)
+        * recipe["block"]["length"]
+        / rows[config["name"]]["parameters"]
+        for config in recipe["language_models"]
+        if config["source"] == SCRATCH and config.get("residual_of") is None
+    }
+    if not shares or min(shares.values()) >= _ENOUGH_TOKENS:
+        return []
+    shown = ", ".join(f"{name} {share:.1f}" for name, share in shares.items())
+    return [
+        "",
+        f"Tokens read for each parameter: {shown}. Language models go on learning well past"
+        f" {_ENOUGH_TOKENS}, large ones longer, so an order with one of these in it says which is"
+        " better after so short a training, not which would be in the end.",
+    ]
 
 
 def _figures(name: str, results: dict[str, Any], analysis: dict[str, Any] | None) -> list[str]:
@@ -125,7 +153,8 @@ def _figures(name: str, results: dict[str, Any], analysis: dict[str, Any] | None
         lines += ["", f"### Figures of {name}", ""]
         commit = (analysis or {}).get("commit")
         by = f", its last stage by commit {_short(commit)}" if commit else ""
-        lines.append(f"Made by `rebm run {name}`{by}; drawn again by `rebm report runs/{name}`.")
+        drawn = f"drawn again by `rebm report runs/{name} --figures FOLDER`"
+        lines.append(f"Made by `rebm run {name}`{by}; {drawn}.")
     for entry in made:
         lines += ["", f"![{entry.figure.title}]({_figure_file(name, entry)})", ""]
         figure = entry.figure
@@ -184,7 +213,7 @@ def _joint_row(row: dict[str, Any], results: dict[str, Any]) -> str:
         entry for entry in results["language_models"] if entry["name"] == row["language_model"]
     )
     cells = [
-        row["name"],
+        marked_name(row),
         count_text(row["parameters"]),
         "" if row["scaled"] else _read_by_energy(row, recipe),
         bounds_text(row["validation"]),
@@ -192,7 +221,7 @@ def _joint_row(row: dict[str, Any], results: dict[str, Any]) -> str:
         interval_text(test["published"]),
         signed_text(test["difference_from_base"]),
         _gain(test["upper"], base["test"]["value"]),
-        f"{test['effective_sample_size']:.0f}",
+        effective_text(test),
         f"{1 - test['share_past_pareto_k']:.0%}",
     ]
     return "| " + " | ".join(cells) + " |"
@@ -238,7 +267,7 @@ def curves(results: dict[str, Any]) -> bytes:
             axes.set_xlabel("step")
             axes.set_ylabel("validation loss")
             if axes.has_data():
-                axes.legend()
+                add_legend(axes)
         return image_of(figure, "svg")
 
 

@@ -1,8 +1,12 @@
 """The rows of a run's table and what stands around them, as text: for a terminal and for pages."""
 
+from collections.abc import Sequence
 from typing import Any, NamedTuple
 
+from residual_ebm.estimation.flags import tail_is_unseen
+
 HEADINGS = ("model", "params", "val", "test", "95 %", "minus base", "ESS", "flags")
+FLAGGED = " ⚠"  # after the name of a model whose estimate has flags
 _SHOWN_OF_A_PREFIX = 240  # characters
 
 
@@ -21,13 +25,13 @@ def table_rows(results: dict[str, Any]) -> list[TableRow]:
     for row in results["joint_models"]:
         test = row["test"]
         cells = [
-            row["name"],
+            marked_name(row),
             count_text(row["parameters"]),
             bounds_text(row["validation"]),
             bounds_text(test),
             interval_text(test["published"]),
             signed_text(test["difference_from_base"]),
-            f"{test['effective_sample_size']:.0f}",
+            effective_text(test),
             str(len(test["flags"]) or "-"),
         ]
         rows.append(TableRow(cells, row == best))
@@ -54,12 +58,31 @@ def base_perplexity(results: dict[str, Any], row: dict[str, Any]) -> float:
     return float(value)
 
 
+def marked_name(row: dict[str, Any]) -> str:
+    """A joint model's name; a flag is seen where the name is, however wide the table."""
+    return f"{row['name']}{FLAGGED if row['test']['flags'] else ''}"
+
+
+def effective_text(test: dict[str, Any]) -> str:
+    """Effective samples of the median prefix; of older results only the mean is known."""
+    median = test.get("median_effective_sample_size")
+    return f"mean {test['effective_sample_size']:.0f}" if median is None else f"{median:.0f}"
+
+
 def gap_text(
-    language_model: str, energy: str, gap: float, interval: dict[str, float | None]
+    language_model: str,
+    energy: str,
+    gap: float,
+    interval: dict[str, float | None],
+    flags: Sequence[str],
 ) -> str:
-    """The estimate of a lower bound; it is called one only where its interval is above 0."""
+    """The estimate of a lower bound; it is called one only where its interval is above 0 and the
+    weights are light enough for it."""
     low, high = interval["low"], interval["high"]
-    if low is None or high is None:
+    if tail_is_unseen(flags):
+        shown = f"estimate {gap:+.3f} nats a passage, probably too high: see the flags"
+        found = f"No gap between {language_model} and the test text that is certain ({shown})"
+    elif low is None or high is None:
         shown = f"estimate {gap:+.3f} nats a passage, its interval unknown: one document"
         found = f"No gap between {language_model} and the test text that is certain ({shown})"
     elif low <= 0:
@@ -88,7 +111,8 @@ def caption_text(results: dict[str, Any]) -> str:
         " that the energy is scaled by a factor fitted on validation. 95 %: bootstrap over"
         " documents, from the lower bound's 2.5 % to the upper bound's 97.5 %; minus base: the same"
         f" for the upper bound minus the language model below it ({', '.join(bases)}), paired. ESS:"
-        " effective sample size of those n, mean over prefixes. k-hat: how heavy the tail of the"
+        " effective sample size of those n for the median prefix."
+        f"{FLAGGED}: flagged, not to be quoted as it stands. k-hat: how heavy the tail of the"
         " weights is; past its threshold a few proposals decide. log Z: 0 where the energy needs no"
         " normalising."
     )
@@ -109,19 +133,26 @@ def notes(results: dict[str, Any]) -> list[str]:
     return [*found, *compared, *([comparisons_note(results)] if compared else [])]
 
 
+def flagged_models(results: dict[str, Any]) -> set[str]:
+    """Names of joint models whose test estimate has a flag."""
+    return {row["name"] for row in results["joint_models"] if row["test"]["flags"]}
+
+
 def comparison_texts(results: dict[str, Any]) -> list[str]:
     """For each model but the first, on which side of those above it it lies; nothing for results
     that were made before models were compared."""
     relations: dict[str, dict[str, list[str]]] = {}
+    marks = dict.fromkeys(flagged_models(results), FLAGGED)
     for found in results.get("comparisons", []):
         interval = found["difference"]
         if interval["low"] is None or interval["low"] <= 0 <= interval["high"]:
             relation = "undecided against"
         else:
             relation = "lower than" if interval["high"] < 0 else "higher than"
-        relations.setdefault(found["model"], {}).setdefault(relation, []).append(found["other"])
+        other = found["other"] + marks.get(found["other"], "")
+        relations.setdefault(found["model"], {}).setdefault(relation, []).append(other)
     return [
-        f"{model}: perplexity "
+        f"{model}{marks.get(model, '')}: perplexity "
         + "; ".join(f"{relation} {', '.join(others)}" for relation, others in against.items())
         + "."
         for model, against in relations.items()
@@ -133,7 +164,8 @@ def comparisons_note(results: dict[str, Any]) -> str:
     wrong = f"; with {count} of them, about one in twenty would be wrong by chance alone"
     return (
         "Lower or higher: so by the 95 % interval of the paired difference over documents, each"
-        f" taken by itself{wrong if count > 1 else ''}."
+        f" taken by itself{wrong if count > 1 else ''}. Of a flagged model ({FLAGGED.strip()}) the"
+        " interval knows nothing of what its samples missed."
     )
 
 
@@ -195,11 +227,12 @@ def signed_text(interval: dict[str, float | None]) -> str:
 
 
 def growth_text(results: dict[str, Any]) -> str:
-    """What of the recipe is not as it was when the run began."""
-    changes = [change for entry in results.get("growth", []) for change in entry["changes"]]
-    if not changes:
-        return ""
-    return (
-        " The recipe changed after the run had begun, where nothing was made yet:"
-        f" {'; '.join(changes)}."
-    )
+    """What of the recipe is not as it was when the run began, and what was known by then."""
+    texts = []
+    for entry in results.get("growth", []):
+        seen = "before there was a table"
+        if entry["table_by"] is not None:
+            seen = f"after a table had been made, by commit {entry['table_by'][:10]}"
+        by = f" by commit {entry['commit'][:10]}" if entry["commit"] else ""
+        texts.append(f" The recipe was changed{by}, {seen}: {'; '.join(entry['changes'])}.")
+    return "".join(texts)

@@ -45,8 +45,9 @@ _CURVE_POINTS = 51  # of a ROC curve, as it is kept, along each axis
 
 
 def run(recipe: Recipe, run_dir: RunDirectory, progress: Progress = QUIET) -> None:
-    if run_dir.read_analysis() is not None:
+    if run_dir.has_results() and run_dir.read_analysis() is not None:
         return
+    run_dir.check_results()
     progress.stage(SENTENCE)
     analysis: dict[str, Any] = {
         "version": ANALYSIS_VERSION,

@@ -64,7 +64,7 @@ def run(recipe: Recipe, run_dir: RunDirectory, progress: Progress = QUIET) -> No
     for config in recipe.corrections:
         rows.extend(_energy_rows(recipe, config, run_dir, parameters, progress))
     plain = [row for row in rows if not row["scaled"]]
-    best = min(plain, key=lambda row: row["validation"]["upper"])["energy"] if plain else None
+    best = _best(plain)
     results = {
         "recipe": recipe.name,
         "reference": recipe.reference,
@@ -93,6 +93,14 @@ def run(recipe: Recipe, run_dir: RunDirectory, progress: Progress = QUIET) -> No
     }
     run_dir.analysis.unlink(missing_ok=True)  # of results that are made anew
     write_json(run_dir.results, plain_numbers(results))
+
+
+def _best(rows: Sequence[dict[str, Any]]) -> str | None:
+    """The energy with the lowest upper perplexity on validation, among those without flags there
+    if there are any: too few samples flatter, and the heaviest weights most."""
+    sound = [row for row in rows if not row["validation"]["flags"]]
+    chosen = min(sound or rows, key=lambda row: row["validation"]["upper"], default=None)
+    return None if chosen is None else str(chosen["energy"])
 
 
 def _pretrained(recipe: Recipe) -> list[str]:
@@ -198,7 +206,10 @@ def _energy_rows(
             score_proposals(recipe, config, run_dir, split, language_model, energy, progress)
     scales = {False: 1.0}
     if recipe.evaluation.fit_energy_scale:
-        scales[True] = _fit_scale(*read_scored(run_dir, config.name, "validation"))
+        as_trained = _joint_row(recipe, run_dir, config.name, "validation", 1.0)
+        # Scaling up flagged weights would lower the estimate by flattering it further.
+        largest = 1.0 if as_trained["flags"] else _LARGEST_SCALE
+        scales[True] = _fit_scale(*read_scored(run_dir, config.name, "validation"), largest)
     training = read_json(run_dir.energy(config.name) / "training.json")
     return [
         {
@@ -254,7 +265,7 @@ def _joint_row(
     return {**asdict(joint), "flags": found}
 
 
-def _fit_scale(real: RealContinuations, log_weights: Sequence[np.ndarray]) -> float:
+def _fit_scale(real: RealContinuations, log_weights: Sequence[np.ndarray], largest: float) -> float:
     """The scale of the energy with the lowest upper perplexity on validation."""
 
     def upper_perplexity(scale: float) -> float:
@@ -263,7 +274,7 @@ def _fit_scale(real: RealContinuations, log_weights: Sequence[np.ndarray]) -> fl
         return perplexity(log_prob_P, real.num_tokens_P)
 
     found = minimize_scalar(
-        upper_perplexity, bounds=(0.0, _LARGEST_SCALE), method="bounded", options={"xatol": 1e-3}
+        upper_perplexity, bounds=(0.0, largest), method="bounded", options={"xatol": 1e-3}
     )
     return round(float(found.x), 3)
 

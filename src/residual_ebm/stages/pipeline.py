@@ -70,7 +70,9 @@ def progress_of(recipe: Recipe, run_dir: RunDirectory) -> list[dict[str, str]]:
         begun = folder.exists() or resume_folder(folder).exists()
         state = "done" if is_complete(folder) else "begun" if begun else "missing"
         states.append({"what": what, "state": state})
-    made = {"results": run_dir.has_results(), "analysis": run_dir.read_analysis() is not None}
+    has_results = run_dir.has_results()
+    has_analysis = has_results and run_dir.read_analysis() is not None
+    made = {"results": has_results, "analysis": has_analysis}
     for what, done in made.items():
         states.append({"what": what, "state": "done" if done else "missing"})
     return states

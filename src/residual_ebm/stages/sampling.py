@@ -10,6 +10,7 @@ import numpy as np
 import torch
 
 from residual_ebm.config import BlockConfig, Recipe, SamplingConfig
+from residual_ebm.errors import UserError
 from residual_ebm.estimation.importance import log_weight
 from residual_ebm.files.blocks import Blocks
 from residual_ebm.files.log_weights import claim_log_weights, write_log_weights
@@ -19,6 +20,7 @@ from residual_ebm.files.samples import (
     SampleRows,
     join_rows,
     plan_shards,
+    read_rows,
     sample_manifest,
     shard_path,
     write_rows,
@@ -144,13 +146,28 @@ def draw_samples(
             for head_folder in heads:
                 log_weight_N = np.concatenate([part.log_weights[head_folder] for part in parts])
                 write_log_weights(head_folder / path.name, rows.prefix_N, log_weight_N)
-            write_rows(path, rows)  # last: a shard that is there has its log-weights and states
+            if path.exists():
+                _check_same(path, rows)
+            else:  # last: a shard that is there has its log-weights and states
+                write_rows(path, rows)
             bar.advance()
     if states is not None:
         info = {"language_model": language_model.fingerprint, "layers": states.layers}
         write_manifest(states.folder, info)
     info = sample_manifest(block_P, num_samples, language_model.fingerprint, UNTRUNCATED.describe())
     write_manifest(folder, info)
+
+
+def _check_same(path: Path, rows: SampleRows) -> None:
+    """Samples that energies have learnt from are drawn again for their states alone."""
+    there = read_rows(path)
+    if not np.array_equal(there.ids_NC, rows.ids_NC):
+        raise UserError(
+            "samples",
+            str(path),
+            "come out otherwise than when they were drawn (another processor or version); go on"
+            " where they were drawn, or name another --out",
+        )
 
 
 class _Drawn(NamedTuple):

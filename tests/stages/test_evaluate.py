@@ -1,0 +1,36 @@
+"""What evaluation chooses, and that flags have a say in it."""
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from residual_ebm.files.run_directory import RunDirectory
+from residual_ebm.stages import evaluate
+
+
+def row(energy: str, upper: float, *flags: str) -> dict[str, Any]:
+    return {"energy": energy, "validation": {"upper": upper, "flags": list(flags)}}
+
+
+def test_the_best_energy_is_the_lowest_whose_estimate_is_sound() -> None:
+    heavy, sound, better = row("heavy", 1.0, "heavy weights: ..."), row("a", 3.0), row("b", 2.0)
+    assert evaluate._best([heavy, sound, better]) == "b"
+    assert evaluate._best([heavy, row("other", 1.5, "wide: ...")]) == "heavy"
+    assert evaluate._best([]) is None
+
+
+def test_flagged_weights_are_not_scaled_up(
+    tiny_copy: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    run_dir = RunDirectory(tiny_copy)
+    recipe = run_dir.recipe()
+
+    def scales() -> list[float]:
+        return [row["scale"] for row in run_dir.read_results()["joint_models"] if row["scaled"]]
+
+    for found, is_scaled_up in (([], True), (["wide: of every row"], False)):
+        run_dir.results.unlink()
+        monkeypatch.setattr(evaluate, "flags", lambda *_, found=found: list(found))
+        evaluate.run(recipe, run_dir)
+        assert (max(scales()) > 1) == is_scaled_up
