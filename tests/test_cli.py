@@ -260,6 +260,7 @@ def test_status_tells_what_is_done(rebm: Rebm, tiny_copy: Path) -> None:
         "energy heat": "begun",
         "negatives of base, train": "begun",
         "results": "missing",
+        "analysis": "missing",
     }
     assert re.search(r"missing +results", shown(rebm, "status", tiny_copy))
 

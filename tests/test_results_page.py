@@ -11,6 +11,7 @@ import pytest
 from residual_ebm.report.paper_figures import paper_figures
 from residual_ebm.report.published import Published
 from residual_ebm.report.results_page import curves, results_page, write_results_page
+from residual_ebm.report.rows import marked_name
 
 DOCS = Path(__file__).parent.parent / "docs"
 
@@ -46,10 +47,11 @@ def test_every_row_has_its_numbers(tiny: dict[str, Any]) -> None:
     assert rows[base["name"]][2] == f"{seen / 1e3:.1f} k"
     assert rows[base["name"]][4] == f"{base['test']['value']:.2f}"
     for row in tiny["joint_models"]:
-        cells = rows[row["name"]]
+        cells = rows[marked_name(row)]
         test = row["test"]
         assert cells[4] == f"{test['lower']:.2f}-{test['upper']:.2f}"
         assert cells[7] == f"{1 - test['upper'] / base['test']['value']:.1%}"
+        assert cells[8] == f"{test['median_effective_sample_size']:.0f}"
         assert cells[9] == f"{1 - test['share_past_pareto_k']:.0%}"
         for flag in test["flags"]:
             assert row["scaled"] or flag in page
@@ -58,11 +60,22 @@ def test_every_row_has_its_numbers(tiny: dict[str, Any]) -> None:
     steps = heat["training"]["validations"][-1]["step"]
     blocks = steps * config["training"]["batch_size"] * (1 + config["negatives_per_positive"])
     read = blocks * (block["length"] - block["prefix_length"])
-    assert rows["joint heat"][2] == (
+    assert rows[marked_name(heat)][2] == (
         f"{read / 1e6:.1f} M" if read >= 1e6 else f"{read / 1e3:.1f} k"
     )
     assert "minutes in all" in page
     assert tiny["resolved_recipe"]["description"] in page
+
+
+def test_of_older_results_only_the_mean_effective_sample_size_is_known(
+    tiny: dict[str, Any],
+) -> None:
+    for row in tiny["joint_models"]:
+        del row["test"]["median_effective_sample_size"]
+    rows = rows_of(results_page({"tiny": Published(tiny, None)}))
+    row = tiny["joint_models"][0]
+    mean = row["test"]["effective_sample_size"]
+    assert rows[marked_name(row)][8] == f"mean {mean:.0f}"
 
 
 def test_learning_rates_that_were_tried_are_told(tiny: dict[str, Any]) -> None:
@@ -121,7 +134,7 @@ def test_figures_of_the_paper_are_on_the_page(
         assert f"**{entry.of_paper}.** {words}\n" in page
     commit = str(analysis["commit"])[:10]
     assert f"`rebm run tiny`, its last stage by commit {commit}" in page
-    assert "; drawn again by `rebm report runs/tiny`." in page
+    assert "; drawn again by `rebm report runs/tiny --figures FOLDER`." in page
 
 
 def test_what_is_said_of_figures_follows_from_the_numbers(

@@ -378,7 +378,7 @@ def test_run_directory_keeps_its_recipe(tmp_path: Path) -> None:
     ("key", "shown"),
     [
         ("seed", "seed"),
-        ("energies.bit.training.steps", "energies.1.training.steps"),
+        ("energies.bit.training.steps", "energies.bit.training.steps"),
         ("negatives.chunk_size", "negatives.chunk_size"),
     ],
 )

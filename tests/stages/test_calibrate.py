@@ -97,7 +97,8 @@ def test_what_the_docs_say_of_it(run: RunDirectory) -> None:
         row.update(covered=share, covered_with_known_partition=0.9, between_bounds=share / 2)
         row.update(lower_bias=lower, upper_bias=upper)
         row["warnings"]["any"]["overall"] = warned
-    coverage_of, bias_of, between, warnings = (
+        row.update(covered_difference=share + 0.05, gap_holds=share - 0.1)
+    coverage_of, bias_of, between, warnings, difference, gap = (
         made.comparison for made in paper_figures(run.read_results(), analysis)
     )
     assert coverage_of.startswith("With log Z known 90% of the intervals hold the truth; of")
@@ -107,6 +108,11 @@ def test_what_the_docs_say_of_it(run: RunDirectory) -> None:
         "At its worst the lower bound is off by -39.3% (energy x 1, n = 8); the upper one by -18.1%"
         " (energy x 3, n = 8) on one side and +10.5% (energy x 1, n = 8) on the other."
     )
+    assert difference == (
+        "Here between 85% and 100% in the 2 settings where no flag was raised as a rule; between"
+        " 75% and 95% in the 2 settings where a flag was raised as a rule."
+    )
+    assert gap.startswith("Here between 70% and 85% in the 2 settings where no flag")
     assert between == "Here it is between 35% and 48%."
     assert warnings == (
         "In the 2 settings where a bound is off by more than 2%, between 75% and 100% of the"

@@ -9,12 +9,13 @@ import pytest
 import torch
 
 from residual_ebm.estimation.importance import pareto_k_threshold
+from residual_ebm.files.open_run import open_run
 from residual_ebm.files.run_directory import RECIPE, RunDirectory
 from residual_ebm.models.joint import JointModel
 from residual_ebm.models.per_step import exact_last_link, step_chain
 from residual_ebm.randomness import derive_seed
 from residual_ebm.recipe_file import load_recipe
-from residual_ebm.stages import analyze, step_analysis
+from residual_ebm.stages import analyze, evaluate, step_analysis
 from residual_ebm.stages.proposals import evaluation_prefixes, some_prefixes
 from residual_ebm.stages.repeats import find_repeats
 
@@ -22,9 +23,9 @@ from residual_ebm.stages.repeats import find_repeats
 def prepared(run: Path) -> RunDirectory:
     settings = "{num_prefixes: 3, num_samples: 16, num_enumerated: 5, num_repeats: 2}"
     recipe = load_recipe(str(run / RECIPE), [f"evaluation.per_step={settings}"])
-    (run / RECIPE).write_text(recipe.to_yaml(), encoding="utf-8")
-    (run / "analysis.json").unlink()
-    return RunDirectory(run)
+    with open_run(run, recipe, grow=True) as run_dir:
+        evaluate.run(recipe, run_dir)
+    return run_dir
 
 
 def steps_of(run_dir: RunDirectory) -> dict[str, Any]:
@@ -172,7 +173,10 @@ def test_does_the_gain_shrink() -> None:
     assert step_analysis._trend(short, {"num_resamples": 50, "seed": 0}) is None
 
 
-def test_what_an_older_version_wrote_is_made_anew(tiny_copy: Path) -> None:
+@pytest.mark.parametrize("key", ["version", "num_samples"])
+def test_what_another_version_or_number_of_samples_gave_is_made_anew(
+    tiny_copy: Path, key: str
+) -> None:
     run_dir = prepared(tiny_copy)
     energy = steps_of(run_dir)["energy"]
     paths = sorted((run_dir.per_step / energy).glob("*.json"))
@@ -180,7 +184,7 @@ def test_what_an_older_version_wrote_is_made_anew(tiny_copy: Path) -> None:
     before = [path.read_bytes() for path in paths]
     for path in paths:
         entry = json.loads(path.read_text())
-        path.write_text(json.dumps({**entry, "version": entry["version"] - 1}))
+        path.write_text(json.dumps({**entry, key: entry[key] - 1}))
     run_dir.analysis.unlink()
     steps_of(run_dir)
     assert [path.read_bytes() for path in paths] == before
