@@ -74,7 +74,7 @@ def _take_on(run_dir: RunDirectory, recipe: Recipe, grow: bool, progress: Progre
     if not changes:
         return
     for change in changes:
-        made = made_from(change, old, recipe, run_dir)
+        made = _made_from(change, old, recipe, run_dir)
         if made is not None:
             shown = f"was made by another recipe ({change})"
             if made.name != RECIPE:
@@ -94,7 +94,7 @@ def _take_on(run_dir: RunDirectory, recipe: Recipe, grow: bool, progress: Progre
     run_dir.grow(recipe, changes)
 
 
-def made_from(change: Difference, old: Recipe, new: Recipe, run_dir: RunDirectory) -> Path | None:
+def _made_from(change: Difference, old: Recipe, new: Recipe, run_dir: RunDirectory) -> Path | None:
     """Something that is there and would have come out otherwise."""
     section, *rest = change.place
     folders = {

@@ -73,7 +73,7 @@ class RunDirectory:
         new."""
         entry = {
             "commit": source_commit(),
-            "table_by": (self.read_results()["commit"] or "unknown")
+            "table_by": (self.read_results().get("commit") or "unknown")
             if self.results.exists()
             else None,
             "changes": [str(change) for change in changes],
