@@ -27,9 +27,11 @@ PAIRS = [
 ]
 
 
-def ralm(base: str = "llama", residual: str = "llama") -> RalmForCausalLM:
+def ralm(
+    base: str = "llama", residual: str = "llama", residual_scale: float = 1.0
+) -> RalmForCausalLM:
     return RalmForCausalLM.of(
-        toys.causal_model(base, seed=0), toys.causal_model(residual, seed=5)
+        toys.causal_model(base, seed=0), toys.causal_model(residual, seed=5), residual_scale
     ).eval()
 
 
@@ -86,7 +88,7 @@ def test_samples_follow_it(base: str, residual: str, mode: ContinuationMode) -> 
 
 
 def test_saved_and_loaded_it_is_the_same(tmp_path: Path) -> None:
-    model, ids_BT = ralm("gpt2", "llama"), some_ids()
+    model, ids_BT = ralm("gpt2", "llama", residual_scale=0.3), some_ids()
     model.save_pretrained(tmp_path)
     toys.word_tokenizer().save_pretrained(tmp_path)
     loaded = LanguageModel.from_pretrained(tmp_path, precision="float32")
@@ -166,6 +168,14 @@ def test_a_part_with_attention_of_its_own_keeps_its_prefix_to_itself() -> None:
         assert not can_share_prefix(model)
     finally:
         type(model.residual)._supports_attention_backend = True
+
+
+def test_a_scaled_residual_is_a_flatter_one() -> None:
+    ids_BT = some_ids()
+    with torch.inference_mode():
+        model = ralm(residual_scale=0.3)
+        base_BTV, residual_BTV = (part(ids_BT, use_cache=False).logits for part in model.parts)
+        torch.testing.assert_close(model(ids_BT).logits, base_BTV + 0.3 * residual_BTV)
 
 
 def test_a_residual_that_says_nothing_at_first_still_learns() -> None:

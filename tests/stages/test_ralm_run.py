@@ -52,6 +52,34 @@ def test_a_residual_learns_on_top_of_a_model_that_stays(
     assert samples.ids_NT.shape == (20, 5)
 
 
+def test_a_residual_that_can_speak_begins_close_to_the_model_below(
+    tmp_path: Path, tiny_overrides: list[str]
+) -> None:
+    """As it is, it would say everything twice."""
+    recipe = load_recipe("tiny", tiny_overrides)
+    with open_run(tmp_path / "run", recipe) as run_dir:
+        prepare.run(recipe, run_dir)
+        train_lm.run(recipe, run_dir)
+    folder = run_dir.language_model("base")
+    hardly = TRAINING.replace("120", "1").replace("3e-3", "1e-9").replace("40", "1")
+    overrides = [
+        *tiny_overrides,
+        f"language_models=[{{name: base, source: {folder}}},"
+        f" {{name: ralm, source: {folder}, residual_of: base, training: {hardly}}}]",
+        f"tokenizer.source={folder}",
+    ]
+    again = load_recipe("tiny", overrides)
+    with open_run(tmp_path / "again", again) as run_dir:
+        prepare.run(again, run_dir)
+        train_lm.run(again, run_dir)
+    blocks = read_blocks(run_dir.blocks / "test.arrow")
+    log_prob = {}
+    for name in ("base", "ralm"):
+        model = LanguageModel.from_pretrained(run_dir.language_model(name), precision="float32")
+        log_prob[name] = real_log_prob(model, blocks, recipe.block.prefix_length, 64).mean()
+    assert log_prob["ralm"] == pytest.approx(log_prob["base"], abs=2.0)
+
+
 @pytest.mark.parametrize(
     ("change", "fault"),
     [

@@ -8,7 +8,8 @@ what it cannot do is look at a continuation as a whole. To everything else it is
 model as transformers has them: it is saved, loaded, scored and sampled like any other.
 
 Logits of both are added; softmax does the rest. A constant P_phi, with which training begins if its
-last layer starts near zero, leaves P_LM unchanged.
+last layer starts near zero, leaves P_LM unchanged. A P_phi that can speak already would say
+everything twice: its logits are multiplied by a small constant, so that it begins as nearly one.
 """
 
 from typing import Any
@@ -37,9 +38,11 @@ class RalmConfig(PretrainedConfig):
         self,
         base: dict[str, Any] | None = None,
         residual: dict[str, Any] | None = None,
+        residual_scale: float = 1.0,
         **arguments: Any,
     ) -> None:
         self.base, self.residual = base or {}, residual or {}
+        self.residual_scale = residual_scale
         # Some models have other names for these; their configurations know.
         parts = [AutoConfig.for_model(**part) for part in (self.base, self.residual) if part]
         for part in parts[:1]:
@@ -68,10 +71,13 @@ class RalmForCausalLM(PreTrainedModel, GenerationMixin):
         self.post_init()
 
     @classmethod
-    def of(cls, base: PreTrainedModel, residual: PreTrainedModel) -> "RalmForCausalLM":
+    def of(
+        cls, base: PreTrainedModel, residual: PreTrainedModel, residual_scale: float = 1.0
+    ) -> "RalmForCausalLM":
         """Put P_phi on top of a P_LM, sharing the weights of both."""
+        settings = [_settings_of(part) for part in (base, residual)]
         with torch.device("meta"):
-            joined = cls(RalmConfig(*(_settings_of(part) for part in (base, residual))))
+            joined = cls(RalmConfig(*settings, residual_scale))
         joined.base, joined.residual = base, residual
         joined._join()
         return joined
@@ -137,7 +143,7 @@ class RalmForCausalLM(PreTrainedModel, GenerationMixin):
             for part, cache in zip(self.parts, self._caches(past_key_values), strict=True)
         ]
         # In float32: a sum of two bfloat16 numbers would be rounded a third time.
-        product = logits[0].float() + logits[1].float()
+        product = logits[0].float() + self.config.residual_scale * logits[1].float()
         loss = None
         if labels is not None:
             loss = self.loss_function(product, labels, vocab_size=product.shape[-1])

@@ -36,6 +36,9 @@ SENTENCE = "Training the language model {name}"
 SENTENCE_RESIDUAL = "Training the residual of {base} that makes the language model {name}"
 SENTENCE_AS_IT_IS = "Taking {source} as it is for the language model {name}"
 _VALIDATION_WINDOWS = 256
+# The product of an adapted SmolLM2 and the downloaded one has a loss of 5.01 where the adapted one
+# has 3.50; at this scale 3.54, and the gradient still reaches all of P_phi.
+_PRETRAINED_RESIDUAL_SCALE = 0.1
 
 
 def run(recipe: Recipe, run_dir: RunDirectory, progress: Progress = QUIET) -> None:
@@ -94,7 +97,8 @@ def _on_top_of(
             f"cannot be added to {config.residual_of}, which has {vocabulary} rows of logits; name"
             " a plain model with as many, or scratch",
         )
-    return RalmForCausalLM.of(below, residual)
+    scale = 1.0 if config.source == SCRATCH else _PRETRAINED_RESIDUAL_SCALE
+    return RalmForCausalLM.of(below, residual, scale)
 
 
 def _initial_model(
