@@ -123,6 +123,8 @@ def test_every_interval_has_its_diagnostics(results: dict[str, Any], split: str)
         assert counts == [num_samples // 4, num_samples // 2, num_samples]
         assert all(at["lower"] <= at["upper"] for at in row["bounds_at"])
         assert row["bounds_at"][-1]["upper"] == row["upper"]
+        assert row["bounds_at"][-1]["resampled"] == row["resampled"]
+        assert row["resampled_difference"]["low"] <= row["resampled_difference"]["high"]
         assert 1 <= row["effective_sample_size"] <= num_samples
         assert 0 <= row["share_past_pareto_k"] <= 1
         assert 0 <= row["share_outweighed"] <= 1
@@ -426,10 +428,7 @@ def test_gap_tells_how_far_and_where(rebm: Rebm, tiny_run: Path, results: dict[s
     assert answer(rebm, "gap", tiny_run, "--num-passages", "0")["passages"] == []
     text = shown(rebm, "gap", tiny_run, "--energy", "unit")
     unit = answer(rebm, "gap", tiny_run, "--energy", "unit")
-    assert (
-        gap_text(unit["language_model"], "unit", unit["gap"], unit["interval"], unit["flags"])
-        in text
-    )
+    assert gap_text(unit["language_model"], "unit", unit["gap"], unit["interval"]) in text
     assert unit["passages"][0]["continuation"] in text
 
 

@@ -147,10 +147,8 @@ def gap(run: Path, energy: str | None, num_passages: int) -> Output:
         raise UserError("num_passages", num_passages, "ask for 0 or more")
     data = gap_report(RunDirectory(run), energy, num_passages)
     lines = [
-        gap_text(
-            data["language_model"], data["energy"], data["gap"], data["interval"], data["flags"]
-        ),
-        "E_data[-E] - log Z with the upper estimate of log Z, n ="
+        gap_text(data["language_model"], data["energy"], data["gap"], data["interval"]),
+        "E_data[-E] - log Z, each passage counted among its proposals, n ="
         f" {data['num_samples']}, {data['num_prefixes']} passages.",
         *(f"  flag: {flag}" for flag in data["flags"]),
     ]

@@ -50,6 +50,18 @@ def test_bounds_that_are_apart_widen_the_difference_at_both_ends() -> None:
         assert wide.difference.high > narrow.difference.high
 
 
+def test_what_is_resampled_is_compared_with_the_best_the_other_may_be() -> None:
+    ones_P = np.full(30, -5.0)
+    joint = ModelLogProbs("b", ones_P, ones_P - 2, ones_P - 3)
+    (found,) = compare_models(
+        [ModelLogProbs("a", ones_P + 1, ones_P), joint], NUM_TOKENS_P, DOCUMENT_P, **RESAMPLING
+    )
+    expected = math.exp(8 / 5) - math.exp(4 / 5)
+    assert found.resampled_difference == pytest.approx((expected, expected))
+    (turned,) = compare_models([joint, exact("a", ones_P)], NUM_TOKENS_P, DOCUMENT_P, **RESAMPLING)
+    assert turned.resampled_difference is None  # a language model resamples nothing
+
+
 def test_one_prefix_a_document_in_closed_form() -> None:
     """Documents that are all alike: the interval is the two extreme differences themselves."""
     ones_P = np.full(30, -5.0)

@@ -49,6 +49,7 @@ def test_zero_energy_is_the_base_model_and_nothing_flags_it() -> None:
     row = make_row(np.zeros((40, NUM_SAMPLES)), np.zeros(40), prefixes)
     assert row.lower == pytest.approx(base.value, rel=1e-9)
     assert row.upper == pytest.approx(base.value, rel=1e-9)
+    assert row.resampled == pytest.approx(base.value, rel=1e-9)
     assert row.published == pytest.approx(base.published, rel=1e-9)
     assert row.difference_from_base == pytest.approx(Interval(0.0, 0.0), abs=1e-9)
     assert abs(row.log_partition_mean) < 1e-9
@@ -66,7 +67,14 @@ def test_a_constant_in_the_energy_moves_log_z_and_nothing_else() -> None:
     row = make_row(log_weight_PN, real_P, prefixes)
     moved = make_row(log_weight_PN - 5, real_P - 5, prefixes)
     assert moved.log_partition_mean == pytest.approx(row.log_partition_mean - 5)
-    for name in ("lower", "upper", "gap", "effective_sample_size", "log_partition_spread"):
+    for name in (
+        "lower",
+        "upper",
+        "resampled",
+        "gap",
+        "effective_sample_size",
+        "log_partition_spread",
+    ):
         assert getattr(moved, name) == pytest.approx(getattr(row, name)), name
     assert moved.published == pytest.approx(row.published)
 
@@ -112,10 +120,24 @@ def test_real_text_that_outweighs_every_proposal_is_counted() -> None:
 def test_log_prob_subtracts_each_bound() -> None:
     prefixes = make_prefixes(1)
     summary = summarise_prefix(torch.tensor([0.0, 1.0] * 8), 0.7)
-    lower_P, upper_P = joint_log_prob(prefixes, [summary], 16)
+    lower_P, upper_P, resampled_P = joint_log_prob(prefixes, [summary], 16)
     unnormalised = prefixes.lm_log_prob_P[0] + 0.7
     assert lower_P[0] == pytest.approx(unnormalised - summary.lower[16])
     assert upper_P[0] == pytest.approx(unnormalised - summary.upper[16])
+    counted = math.log((8 * 1 + 8 * math.e + math.exp(0.7)) / 17)
+    assert resampled_P[0] == pytest.approx(unnormalised - counted)
+
+
+def test_what_is_resampled_gains_at_most_the_log_of_the_number_of_proposals() -> None:
+    """However sure the energy is of real text that no proposal is like."""
+    prefixes = make_prefixes()
+    row = make_row(np.zeros((40, NUM_SAMPLES)), np.full(40, 50.0), prefixes)
+    assert row.gap == pytest.approx(math.log(NUM_SAMPLES + 1), rel=1e-6)
+    base = base_perplexity(prefixes, **RESAMPLING).value
+    shorter = 40 * math.log(NUM_SAMPLES + 1) / prefixes.num_tokens_P.sum()
+    assert row.resampled == pytest.approx(base * math.exp(-shorter), rel=1e-6)
+    assert row.resampled_difference.low <= row.resampled - base <= row.resampled_difference.high
+    assert row.upper < 0.2 * row.resampled  # where the joint model's bounds are flattered
 
 
 @pytest.fixture

@@ -65,6 +65,7 @@ def test_bounds_meet_the_table(tiny_run: Path, analysis: dict[str, Any], energy:
     for entry in joint["bounds_at"]:
         assert rows[entry["num_samples"]]["lower"] == pytest.approx(entry["lower"])
         assert rows[entry["num_samples"]]["upper"] == pytest.approx(entry["upper"])
+        assert rows[entry["num_samples"]]["resampled"] == pytest.approx(entry["resampled"])
 
 
 def test_repetition_of_real_text_and_base_samples(

@@ -23,6 +23,7 @@ class ModelLogProbs(NamedTuple):
     name: str
     highest_P: np.ndarray  # from the lower bound of log Z; gives the lower perplexity
     lowest_P: np.ndarray  # from the upper one; the same where Z is known
+    resampled_P: np.ndarray | None = None  # at least, under what resampling writes; None: no energy
 
 
 class Comparison(NamedTuple):
@@ -31,6 +32,9 @@ class Comparison(NamedTuple):
     model: str
     other: str
     difference: Interval
+    # The same of what resampling with the model's energy writes, at most, and the other model at
+    # its lower perplexity: below 0 throughout, the first is better whatever its weights are like.
+    resampled_difference: Interval | None = None
 
 
 def compare_models(
@@ -56,6 +60,7 @@ def compare_models(
                 difference(model.highest_P, other.lowest_P).low,
                 difference(model.lowest_P, other.highest_P).high,
             ),
+            None if model.resampled_P is None else difference(model.resampled_P, other.highest_P),
         )
         for other, model in itertools.combinations(models, 2)
     ]

@@ -1,10 +1,8 @@
 """What a joint model's diagnostics say, in plain words.
 
-A flag is a reason not to quote the number as it stands. No flags means that none of the known
+A flag is a reason not to quote the bounds as they stand. No flags means that none of the known
 signs of trouble were seen, not that the number is right.
 """
-
-from collections.abc import Sequence
 
 from residual_ebm.estimation.perplexity import JointPerplexity
 
@@ -13,9 +11,6 @@ _MANY = 0.1
 _STILL_MOVING = 0.25  # of the gain or loss, between n/4 and n, or between the bounds
 _FEW_EFFECTIVE = 0.02  # of n
 _TOO_FEW_EFFECTIVE = 10  # whatever n is; of very small n, half
-
-# Signs that weights beyond the largest drawn one decide Z, so that it is probably too low.
-_OF_THE_TAIL = ("heavy weights", "out of reach")
 
 # What a flag's sentence begins with, up to its colon.
 KINDS = ("still moving", "wide", "heavy weights", "few effective samples", "out of reach")
@@ -56,9 +51,3 @@ def flags(joint: JointPerplexity, base: float) -> list[str]:
             " outweighs every proposal, so Z is probably too low and the perplexity flattered"
         )
     return found
-
-
-def tail_is_unseen(found: Sequence[str]) -> bool:
-    """Whether flags say that what was not drawn may outweigh what was: a lower bound of a gain is
-    none then."""
-    return any(flag.startswith(_OF_THE_TAIL) for flag in found)

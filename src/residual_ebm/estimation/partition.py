@@ -88,6 +88,12 @@ def bounds_on_disjoint_subsets(
     that size with the least noise these samples allow. Shown at n/4, n/2 and n it tells whether the
     estimate still moves. A remainder that fills no subset is left out.
     """
+    lower_S, upper_S = log_partition_bounds(disjoint_subsets(log_weight_N, subset_size))
+    return LogPartitionBounds(lower=lower_S.mean(dim=-1), upper=upper_S.mean(dim=-1))
+
+
+def disjoint_subsets(log_weight_N: Tensor | ArrayLike, subset_size: int) -> Tensor:
+    """The samples as rows of `subset_size`, in their order."""
     log_weight_N = checked_log_weight(log_weight_N)
     num_samples = log_weight_N.shape[-1]
     if not 2 <= subset_size <= num_samples:
@@ -95,8 +101,4 @@ def bounds_on_disjoint_subsets(
             "subset_size", subset_size, f"choose between 2 and the {num_samples} samples there are"
         )
     num_subsets = num_samples // subset_size
-    log_weight_SN = log_weight_N[..., : num_subsets * subset_size].unflatten(
-        -1, (num_subsets, subset_size)
-    )
-    lower_S, upper_S = log_partition_bounds(log_weight_SN)
-    return LogPartitionBounds(lower=lower_S.mean(dim=-1), upper=upper_S.mean(dim=-1))
+    return log_weight_N[..., : num_subsets * subset_size].unflatten(-1, (num_subsets, subset_size))

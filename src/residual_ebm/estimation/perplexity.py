@@ -2,13 +2,15 @@
 
 For each prefix: bounds of log Z, then bounds of log P = lm_log_prob - E - log Z; then, over all
 prefixes, perplexity = exp(-sum log P / sum tokens). The upper bound of log Z gives the upper
-perplexity. Few samples flatter, so the bounds come at n/4, n/2 and n, with diagnostics.
+perplexity. Few samples flatter, so the bounds come at n/4, n/2 and n, with diagnostics, and beside
+them the perplexity of what resampling n + 1 proposals writes, which few samples cannot flatter.
 
 Shapes: P prefixes, N samples of a prefix.
 """
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import numpy as np
 import torch
@@ -23,6 +25,7 @@ from residual_ebm.estimation.bootstrap import (
 )
 from residual_ebm.estimation.importance import effective_sample_size, pareto_k, pareto_k_threshold
 from residual_ebm.estimation.partition import bounds_on_disjoint_subsets
+from residual_ebm.estimation.resampled import resampled_log_partition
 
 
 @dataclass(frozen=True)
@@ -41,6 +44,7 @@ class PrefixSummary:
     log_weight: float  # of the real continuation
     lower: dict[int, float]  # bounds of log Z, by number of samples
     upper: dict[int, float]
+    resampled: dict[int, float]  # log Z with the real continuation counted among the samples
     effective_sample_size: float
     pareto_k: float
     outweighs: bool  # the real continuation has a larger weight than every proposal
@@ -53,14 +57,16 @@ def sample_counts(num_samples: int) -> tuple[int, int, int]:
 def summarise_prefix(log_weight_N: Tensor, log_weight: float) -> PrefixSummary:
     """Bounds and diagnostics of one prefix from its proposals' log-weights."""
     log_weight_N = torch.as_tensor(log_weight_N, dtype=torch.float64)
-    lower, upper = {}, {}
+    lower, upper, resampled = {}, {}, {}
     for count in sample_counts(len(log_weight_N)):
         bounds = bounds_on_disjoint_subsets(log_weight_N, count)
         lower[count], upper[count] = float(bounds.lower), float(bounds.upper)
+        resampled[count] = resampled_log_partition(log_weight_N, log_weight, count)
     return PrefixSummary(
         log_weight,
         lower,
         upper,
+        resampled,
         float(effective_sample_size(log_weight_N)),
         pareto_k(log_weight_N),
         bool(log_weight > log_weight_N.max()),
@@ -74,6 +80,7 @@ class BoundsAt:
     num_samples: int
     lower: float
     upper: float
+    resampled: float
 
 
 @dataclass(frozen=True)
@@ -82,8 +89,10 @@ class JointPerplexity:
 
     lower: float
     upper: float
+    resampled: float  # at most, of what resampling n + 1 proposals writes
     published: Interval  # 2.5 % bootstrap point of the lower to 97.5 % point of the upper
     difference_from_base: Interval  # of the upper perplexity, paired, document bootstrap
+    resampled_difference: Interval  # from base, as above, of what resampling writes
     bounds_at: list[BoundsAt]
     effective_sample_size: float  # mean over prefixes
     median_effective_sample_size: float  # a few easy prefixes lift the mean, not this
@@ -91,7 +100,7 @@ class JointPerplexity:
     share_outweighed: float
     log_partition_mean: float
     log_partition_spread: float  # standard deviation over prefixes
-    gap: float  # mean of -E - upper log Z on real text: lower bound of KL(data || P_LM), in nats
+    gap: float  # mean gain of what resampling writes, in nats: lower bound of KL(data || P_LM)
     gap_interval: Interval
 
 
@@ -116,14 +125,23 @@ def base_perplexity(prefixes: Prefixes, *, num_resamples: int, seed: int) -> Bas
     )
 
 
+class JointLogProb(NamedTuple):
+    """log P(real continuation) of each prefix."""
+
+    from_lower_P: np.ndarray  # from the lower bound of log Z: the highest it may be
+    from_upper_P: np.ndarray
+    resampled_P: np.ndarray  # at least, under what resampling writes
+
+
 def joint_log_prob(
     prefixes: Prefixes, summaries: Sequence[PrefixSummary], num_samples: int
-) -> tuple[np.ndarray, np.ndarray]:
-    """Bounds of log P(real continuation) of each prefix: from lower and from upper log Z."""
+) -> JointLogProb:
     unnormalised_P = prefixes.lm_log_prob_P + np.array([s.log_weight for s in summaries])
-    from_lower_P = unnormalised_P - np.array([s.lower[num_samples] for s in summaries])
-    from_upper_P = unnormalised_P - np.array([s.upper[num_samples] for s in summaries])
-    return from_lower_P, from_upper_P
+    return JointLogProb(
+        unnormalised_P - np.array([s.lower[num_samples] for s in summaries]),
+        unnormalised_P - np.array([s.upper[num_samples] for s in summaries]),
+        unnormalised_P - np.array([s.resampled[num_samples] for s in summaries]),
+    )
 
 
 def joint_perplexity(
@@ -134,25 +152,27 @@ def joint_perplexity(
     counts = sorted(summaries[0].lower)
     bounds_at = []
     for count in counts:
-        from_lower_P, from_upper_P = joint_log_prob(prefixes, summaries, count)
-        bounds_at.append(
-            BoundsAt(count, perplexity(from_lower_P, tokens_P), perplexity(from_upper_P, tokens_P))
-        )
+        estimates = joint_log_prob(prefixes, summaries, count)
+        bounds_at.append(BoundsAt(count, *(perplexity(one_P, tokens_P) for one_P in estimates)))
     num_samples = counts[-1]
-    from_lower_P, from_upper_P = joint_log_prob(prefixes, summaries, num_samples)
+    from_lower_P, from_upper_P, resampled_P = joint_log_prob(prefixes, summaries, num_samples)
     resampling = {"num_resamples": num_resamples, "seed": seed}
     low = bootstrap_perplexity(from_lower_P, tokens_P, document_P, **resampling).low
     high = bootstrap_perplexity(from_upper_P, tokens_P, document_P, **resampling).high
-    gap_P = from_upper_P - prefixes.lm_log_prob_P
+    gap_P = resampled_P - prefixes.lm_log_prob_P
     log_partition_P = np.array([summary.lower[num_samples] for summary in summaries])
     effective_P = np.array([summary.effective_sample_size for summary in summaries])
     threshold = pareto_k_threshold(num_samples)
     return JointPerplexity(
         lower=bounds_at[-1].lower,
         upper=bounds_at[-1].upper,
+        resampled=bounds_at[-1].resampled,
         published=Interval(low, high),
         difference_from_base=bootstrap_difference(
             from_upper_P, prefixes.lm_log_prob_P, tokens_P, document_P, **resampling
+        ),
+        resampled_difference=bootstrap_difference(
+            resampled_P, prefixes.lm_log_prob_P, tokens_P, document_P, **resampling
         ),
         bounds_at=bounds_at,
         effective_sample_size=float(np.mean(effective_P)),

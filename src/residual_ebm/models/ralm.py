@@ -75,9 +75,9 @@ class RalmForCausalLM(PreTrainedModel, GenerationMixin):
         cls, base: PreTrainedModel, residual: PreTrainedModel, residual_scale: float = 1.0
     ) -> "RalmForCausalLM":
         """Put P_phi on top of a P_LM, sharing the weights of both."""
-        settings = [_settings_of(part) for part in (base, residual)]
+        config = RalmConfig(_settings_of(base), _settings_of(residual), residual_scale)
         with torch.device("meta"):
-            joined = cls(RalmConfig(*settings, residual_scale))
+            joined = cls(config)
         joined.base, joined.residual = base, residual
         joined._join()
         return joined

@@ -61,7 +61,8 @@ class Made:
             "Does the number of samples suffice?",
             "Lower and upper bound of the joint perplexity from fewer samples, on disjoint subsets"
             " of the same ones. A band that has met and lies flat no longer depends on n; one that"
-            " still rises flatters.",
+            " still rises flatters. Dotted: at most, of what resampling n + 1 proposals writes,"
+            " which n cannot flatter.",
             self._made_of,
             functools.partial(
                 _draw_bounds,
@@ -220,6 +221,8 @@ def _draw_bounds(
         axes.fill_between(counts, lower, upper, color=colour, alpha=0.25, linewidth=0)
         axes.plot(counts, upper, color=colour, label=f"joint {name}")
         axes.plot(counts, lower, color=colour, linewidth=0.8)
+        if "resampled" in rows[0]:
+            axes.plot(counts, [row["resampled"] for row in rows], color=colour, linestyle=":")
     for name, value in bases.items():
         axes.axhline(value, color=REAL, linestyle="--", linewidth=1, label=name)
     axes.set_xscale("log", base=2)

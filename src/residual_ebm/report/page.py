@@ -49,6 +49,10 @@ WORDS = (
     ("minus base", "95 % interval of the upper bound minus the language model below it, paired"),
     ("ESS", "effective sample size: how many equal weights the n unequal ones are worth"),
     ("k-hat", "how heavy the tail of the weights is; past its threshold a few proposals decide"),
+    (
+        "resampled",
+        "what `rebm generate` writes with n + 1 proposals; a bound at every n, flags or not",
+    ),
     ("x0.9", "the energy scaled by a factor fitted on validation"),
     ("E", "energy of a passage: low looks real, high looks machine-written"),
 )
@@ -192,9 +196,7 @@ def gap_of(run: Run) -> dict[str, Any] | None:
     if row is None:
         return None
     best, test = row["energy"], row["test"]
-    sentence = gap_text(
-        row["language_model"], best, test["gap"], test["gap_interval"], test["flags"]
-    )
+    sentence = gap_text(row["language_model"], best, test["gap"], test["gap_interval"])
     counts = (
         f"{run.results['num_prefixes']['test']} test passages, n = {run.results['num_samples']}."
     )

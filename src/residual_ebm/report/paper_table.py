@@ -37,49 +37,60 @@ class _Row(NamedTuple):
 def order_of_rows(results: dict[str, Any]) -> list[Sequence[str]]:
     """A line for each pair of the paper's rows that this run has, the lower one first."""
     roles = _roles(results)
-    differences = {
-        (found["model"], found["other"]): found["difference"]
-        for found in results.get("comparisons", [])
+    comparisons = {
+        (found["model"], found["other"]): found for found in results.get("comparisons", [])
     }
     flagged = flagged_models(results)
     lines: list[Sequence[str]] = []
     for higher, lower in itertools.combinations(_PAPER, 2):
         for one in roles.get(lower, []):
             for other in roles.get(higher, []):
-                interval = _difference(differences, one.name, other.name)
+                interval = _difference(comparisons, one.name, other.name)
                 if interval is not None:
                     there = f"{_PAPER[lower]} and {_PAPER[higher]}"
                     here = f"{one.name} {one.shown}, {other.name} {other.shown}"
+                    found = comparisons.get((one.name, other.name), {})
+                    resampled = found.get("resampled_difference")
                     lines.append(
                         (
                             f"{lower} below {higher}",
                             there,
                             here,
                             signed_text(interval),
-                            _agreement(interval, bool(flagged & {one.name, other.name})),
+                            _agreement(interval, bool(flagged & {one.name, other.name}), resampled),
                         )
                     )
     return lines
 
 
 def _difference(
-    differences: dict[tuple[str, str], dict[str, float | None]], one: str, other: str
+    comparisons: dict[tuple[str, str], dict[str, Any]], one: str, other: str
 ) -> dict[str, float | None] | None:
-    if (one, other) in differences:
-        return differences[one, other]
-    turned = differences.get((other, one))
-    if turned is None:
+    if (one, other) in comparisons:
+        interval: dict[str, float | None] = comparisons[one, other]["difference"]
+        return interval
+    if (other, one) not in comparisons:
         return None
+    turned = comparisons[other, one]["difference"]
     low, high = turned["low"], turned["high"]
     return {"low": None if high is None else -high, "high": None if low is None else -low}
 
 
-def _agreement(interval: dict[str, float | None], is_flagged: bool) -> str:
+def _agreement(
+    interval: dict[str, float | None],
+    is_flagged: bool,
+    resampled: dict[str, float | None] | None,
+) -> str:
     low, high = interval["low"], interval["high"]
     if low is None or high is None or low <= 0 <= high:
         return "undecided"
     found = "so here" if high < 0 else "the other way round"
-    return f"{found}, if the flagged estimate holds" if is_flagged else found
+    if not is_flagged:
+        return found
+    # Of what resampling writes no flag has to be believed.
+    if resampled is not None and resampled["high"] is not None and resampled["high"] < 0:
+        return f"{found}, by what it resamples too ({signed_text(resampled)})"
+    return f"{found}, if the flagged estimate holds"
 
 
 def _roles(results: dict[str, Any]) -> dict[str, list[_Row]]:

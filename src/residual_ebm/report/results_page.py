@@ -26,6 +26,7 @@ from residual_ebm.report.rows import (
     interval_text,
     marked_name,
     number_text,
+    resampled_text,
     signed_text,
 )
 
@@ -38,6 +39,7 @@ _COLUMNS = (
     "95 %",
     "minus base",
     "gain",
+    "resampled",
     "ESS",
     "k-hat passes",
 )
@@ -98,7 +100,11 @@ def _section(name: str, results: dict[str, Any]) -> list[str]:
         )
         flags = "".join(f" Flag: {flag}." for flag in test["flags"])
         mean, spread = (number_text(test[f"log_partition_{of}"]) for of in ("mean", "spread"))
-        lines += ["", f"- {row['name']}: {bounds}; log Z {mean} ± {spread} over prefixes.{flags}"]
+        lines += [
+            "",
+            f"- {row['name']}: {bounds}; log Z {mean} ± {spread} over prefixes.{flags}"
+            f"{resampled_text(test)}",
+        ]
     return lines + _trials(results)
 
 
@@ -204,7 +210,7 @@ def _language_model_row(row: dict[str, Any], recipe: dict[str, Any]) -> str:
         number_text(row["test"]["value"]),
         interval_text(row["test"]["published"]),
     ]
-    return "| " + " | ".join([*cells, "", "", "", ""]) + " |"
+    return "| " + " | ".join([*cells, *[""] * (len(_COLUMNS) - len(cells))]) + " |"
 
 
 def _joint_row(row: dict[str, Any], results: dict[str, Any]) -> str:
@@ -221,10 +227,17 @@ def _joint_row(row: dict[str, Any], results: dict[str, Any]) -> str:
         interval_text(test["published"]),
         signed_text(test["difference_from_base"]),
         _gain(test["upper"], base["test"]["value"]),
+        _resampled(test, base["test"]["value"]),
         effective_text(test),
         f"{1 - test['share_past_pareto_k']:.0%}",
     ]
     return "| " + " | ".join(cells) + " |"
+
+
+def _resampled(test: dict[str, Any], base: float | None) -> str:
+    if "resampled" not in test:
+        return ""  # results made before it was known
+    return f"{number_text(test['resampled'])} ({_gain(test['resampled'], base)})"
 
 
 def _gain(upper: float | None, base: float | None) -> str:

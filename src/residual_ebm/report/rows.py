@@ -1,9 +1,6 @@
 """The rows of a run's table and what stands around them, as text: for a terminal and for pages."""
 
-from collections.abc import Sequence
 from typing import Any, NamedTuple
-
-from residual_ebm.estimation.flags import tail_is_unseen
 
 HEADINGS = ("model", "params", "val", "test", "95 %", "minus base", "ESS", "flags")
 FLAGGED = " ⚠"  # after the name of a model whose estimate has flags
@@ -74,15 +71,10 @@ def gap_text(
     energy: str,
     gap: float,
     interval: dict[str, float | None],
-    flags: Sequence[str],
 ) -> str:
-    """The estimate of a lower bound; it is called one only where its interval is above 0 and the
-    weights are light enough for it."""
+    """The estimate of a lower bound; it is called one only where its interval is above 0."""
     low, high = interval["low"], interval["high"]
-    if tail_is_unseen(flags):
-        shown = f"estimate {gap:+.3f} nats a passage, probably too high: see the flags"
-        found = f"No gap between {language_model} and the test text that is certain ({shown})"
-    elif low is None or high is None:
+    if low is None or high is None:
         shown = f"estimate {gap:+.3f} nats a passage, its interval unknown: one document"
         found = f"No gap between {language_model} and the test text that is certain ({shown})"
     elif low <= 0:
@@ -92,7 +84,7 @@ def gap_text(
         shown = f"estimate {gap:.3f}, 95 % {low:.3f} to {high:.3f}"
         found = f"{language_model} is at least {low:.3f} nats a passage away from the test text"
         found += f" ({shown})"
-    return f"{found}, by the energy {energy}: a lower bound on KL(data || P_LM), for large n."
+    return f"{found}, by the energy {energy}: a lower bound on KL(data || P_LM)."
 
 
 def _exact_cells(name: str, parameters: str, row: dict[str, Any]) -> list[str]:
@@ -114,7 +106,8 @@ def caption_text(results: dict[str, Any]) -> str:
         " effective sample size of those n for the median prefix."
         f"{FLAGGED}: flagged, not to be quoted as it stands. k-hat: how heavy the tail of the"
         " weights is; past its threshold a few proposals decide. log Z: 0 where the energy needs no"
-        " normalising."
+        " normalising. Resampled: what `rebm generate` writes with so many proposals, a model of"
+        " its own that needs no estimate of Z."
     )
 
 
@@ -177,7 +170,18 @@ def estimate_text(row: dict[str, Any]) -> str:
         f"{row['name']}: {bounds}; log Z {test['log_partition_mean']:+.3f} ±"
         f" {test['log_partition_spread']:.3f} over prefixes; k-hat past its threshold for"
         f" {test['share_past_pareto_k']:.0%}; real text outweighs all proposals for"
-        f" {test['share_outweighed']:.0%}."
+        f" {test['share_outweighed']:.0%}.{resampled_text(test)}"
+    )
+
+
+def resampled_text(test: dict[str, Any]) -> str:
+    """What the sampler writes, which needs no reservation; nothing for results made before."""
+    if "resampled" not in test:
+        return ""
+    return (
+        f" Resampled from {test['bounds_at'][-1]['num_samples'] + 1} proposals: at most"
+        f" {number_text(test['resampled'])} ({signed_text(test['resampled_difference'])} against"
+        " its language model), flags or not."
     )
 
 

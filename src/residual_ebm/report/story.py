@@ -3,7 +3,13 @@
 import difflib
 from typing import Any, Literal, NamedTuple
 
-from residual_ebm.report.rows import base_perplexity, best_row, bounds_text, number_text
+from residual_ebm.report.rows import (
+    base_perplexity,
+    best_row,
+    bounds_text,
+    number_text,
+    resampled_text,
+)
 
 
 class Piece(NamedTuple):
@@ -43,7 +49,7 @@ def verdict(results: dict[str, Any]) -> Verdict:
         if test["flags"]:
             count = len(test["flags"])
             warning = "a warning" if count == 1 else f"{count} warnings"
-            words = f"{what} ({gain} lower; {interval}); see the flags below."
+            words = f"{what} ({gain} lower; {interval}); see the flags below.{resampled_text(test)}"
             return Verdict("doubt", f"A gain with {warning}: {words}")
         words = f"{what}, {gain} lower; {interval}, and no diagnostic objects."
         return Verdict("gain", f"A gain: {words}")

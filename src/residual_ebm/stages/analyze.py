@@ -22,6 +22,7 @@ from residual_ebm.estimation.importance import energy_of, resample
 from residual_ebm.estimation.nce import nce_accuracy
 from residual_ebm.estimation.partition import bounds_on_disjoint_subsets, log_partition_bounds
 from residual_ebm.estimation.repetition import count_ngrams, unique_among, unique_within
+from residual_ebm.estimation.resampled import resampled_log_partition
 from residual_ebm.files.log_weights import RealContinuations
 from residual_ebm.files.run_directory import ANALYSIS_VERSION, RunDirectory
 from residual_ebm.files.samples import SampleRows, pick_rows
@@ -165,11 +166,18 @@ def _bounds_by_samples(
     rows = []
     for count in [*counts, total]:
         bounds = [bounds_on_disjoint_subsets(values, count) for values in log_weights]
+        log_partitions = {
+            "lower": [float(bound.lower) for bound in bounds],
+            "upper": [float(bound.upper) for bound in bounds],
+            "resampled": [
+                resampled_log_partition(values, float(log_weight), count)
+                for values, log_weight in zip(log_weights, real.log_weight_P, strict=True)
+            ],
+        }
         row: dict[str, float] = {"num_samples": count}
-        for side in ("lower", "upper"):
-            log_partition_P = np.array([float(getattr(bound, side)) for bound in bounds])
-            log_prob_P = real.lm_log_prob_P + real.log_weight_P - log_partition_P
-            row[side] = perplexity(log_prob_P, real.num_tokens_P)
+        for name, log_partition_P in log_partitions.items():
+            log_prob_P = real.lm_log_prob_P + real.log_weight_P - np.array(log_partition_P)
+            row[name] = perplexity(log_prob_P, real.num_tokens_P)
         rows.append(row)
     return rows
 

@@ -25,6 +25,7 @@ from residual_ebm.estimation.perplexity import (
     Prefixes,
     PrefixSummary,
     base_perplexity,
+    joint_log_prob,
     joint_perplexity,
     summarise_prefix,
 )
@@ -127,23 +128,13 @@ def _comparisons(
     models = list(exact)
     for row in joint_rows:
         real, log_weights = read_scored(run_dir, row["energy"], "test")
-        lower_P, upper_P = _log_partition_bounds(log_weights)
-        unnormalised_P = real.lm_log_prob_P + real.log_weight_P
-        models.append(
-            ModelLogProbs(row["name"], unnormalised_P - lower_P, unnormalised_P - upper_P)
-        )
+        summaries = summarise(real, log_weights, 1.0)
+        estimates = joint_log_prob(prefixes_of(real), summaries, len(log_weights[0]))
+        models.append(ModelLogProbs(row["name"], *estimates))
     blocks, block_P = evaluation_prefixes(recipe, run_dir, "test")
     part = blocks.select(block_P)
     num_tokens_P = part.length_B - recipe.block.prefix_length
     return compare_models(models, num_tokens_P, part.document_B, **resampling(recipe))
-
-
-def _log_partition_bounds(log_weights: Sequence[np.ndarray]) -> tuple[np.ndarray, np.ndarray]:
-    bounds = [log_partition_bounds(torch.from_numpy(log_weight_N)) for log_weight_N in log_weights]
-    return (
-        np.array([float(bound.lower) for bound in bounds]),
-        np.array([float(bound.upper) for bound in bounds]),
-    )
 
 
 def _language_model_row(
@@ -269,7 +260,7 @@ def _fit_scale(real: RealContinuations, log_weights: Sequence[np.ndarray], large
     """The scale of the energy with the lowest upper perplexity on validation."""
 
     def upper_perplexity(scale: float) -> float:
-        _, upper_P = _log_partition_bounds([scale * log_weight_N for log_weight_N in log_weights])
+        upper_P = [float(log_partition_bounds(scale * values).upper) for values in log_weights]
         log_prob_P = real.lm_log_prob_P + scale * real.log_weight_P - upper_P
         return perplexity(log_prob_P, real.num_tokens_P)
 

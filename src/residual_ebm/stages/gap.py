@@ -1,4 +1,5 @@
-"""How far P_LM is from the text: E_data[-E] - log Z is a lower bound on KL(data || P_LM).
+"""How far P_LM is from the text: by how much resampling gains on it is a lower bound on
+KL(data || P_LM), for every n and every energy (`estimation/resampled.py`).
 
 Shapes: P test prefixes, N proposals of a prefix.
 """
@@ -10,7 +11,7 @@ import numpy as np
 
 from residual_ebm.config import Recipe
 from residual_ebm.errors import UserError
-from residual_ebm.estimation.partition import log_partition_bounds
+from residual_ebm.estimation.resampled import resampled_log_partition
 from residual_ebm.files.log_weights import RealContinuations
 from residual_ebm.files.run_directory import RunDirectory
 from residual_ebm.files.storage import check_manifest
@@ -46,9 +47,12 @@ def gap_report(run_dir: RunDirectory, energy: str | None, num_passages: int) -> 
 
 
 def passage_gaps(real: RealContinuations, log_weights: Sequence[np.ndarray]) -> np.ndarray:
-    """-E - log Z of each real continuation, with the upper estimate of log Z."""
-    upper_P = [float(log_partition_bounds(values).upper) for values in log_weights]
-    gap_P: np.ndarray = real.log_weight_P - np.array(upper_P)
+    """-E - log Z of each real continuation, itself counted among the proposals."""
+    log_partition_P = [
+        resampled_log_partition(values, float(log_weight))
+        for values, log_weight in zip(log_weights, real.log_weight_P, strict=True)
+    ]
+    gap_P: np.ndarray = real.log_weight_P - np.array(log_partition_P)
     return gap_P
 
 
