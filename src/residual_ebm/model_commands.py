@@ -132,7 +132,8 @@ def score(
         lines += [
             f"perplexity of {report.num_prefixes} passages: P_LM {base.value:.3f}, joint"
             f" {estimate.lower:.3f}-{estimate.upper:.3f} (n = {num_samples}, effective sample size"
-            f" {estimate.effective_sample_size:.0f})",
+            f" {estimate.effective_sample_size:.0f}); resampled from {num_samples + 1} proposals"
+            f" {estimate.resampled:.3f} or lower",
             *(f"  flag: {flag}" for flag in report.flags),
         ]
     return lines_output(data, lines)
@@ -150,7 +151,6 @@ def gap(run: Path, energy: str | None, num_passages: int) -> Output:
         gap_text(data["language_model"], data["energy"], data["gap"], data["interval"]),
         "E_data[-E] - log Z, each passage counted among its proposals, n ="
         f" {data['num_samples']}, {data['num_prefixes']} passages.",
-        *(f"  flag: {flag}" for flag in data["flags"]),
     ]
     for passage in data["passages"]:
         prefix, continuation = (one_line(passage[part]) for part in ("prefix", "continuation"))

@@ -1,6 +1,7 @@
 """Coverage of published intervals: on languages where it can be told beforehand."""
 
 import math
+from dataclasses import replace
 
 import numpy as np
 import pytest
@@ -11,10 +12,10 @@ OPTIONS = {"num_documents": 20, "num_replicates": 60, "num_resamples": 200, "see
 
 
 def prefix(document: int, probability_K: list[float], log_weight_K: list[float]) -> ExactPrefix:
-    """The first continuation is the real one."""
+    """The first continuation is the real one, and the only one that the language has."""
     log_prob_K = np.log(np.array(probability_K))
     weight_K = np.array(log_weight_K, dtype=np.float64)
-    return ExactPrefix(document, 2, float(log_prob_K[0]), weight_K[0], log_prob_K, weight_K)
+    return ExactPrefix(document, 2, float(log_prob_K[0]), weight_K[0], log_prob_K, weight_K, 0.0)
 
 
 def test_the_truth_by_hand() -> None:
@@ -96,19 +97,33 @@ def test_what_no_sample_shows_no_diagnostic_sees() -> None:
         assert found.warnings[kind].when_missed == 0
 
 
-def test_claims_are_true_where_weights_are_light_and_false_where_none_is_seen() -> None:
-    """The rare continuation is worth 0.0001 e^14 = 120 of Z = 121, so the true gap of the real one,
-    which weighs 1, is log(1 / 121) = -4.8; samples that do not see it say about 0."""
+def test_a_difference_is_wrong_where_no_weight_is_seen_and_a_gap_is_true_even_there() -> None:
+    """The rare continuation is worth 0.0001 e^14 = 120 of Z = 121, so the joint model is 4.8 nats
+    worse than P_LM; samples that do not see it say the same. The gap claims no more than
+    KL(data || P_LM) = log 2."""
     found = coverage(light(200), 256, **OPTIONS)
     assert found.covered_difference > 0.85
-    assert found.gap_holds > 0.9
+    assert found.gap_holds == 1
     rare = [
         prefix(number, [0.5, 0.4999, 0.0001], [0.0, 0.0, 14.0 + number / 100])
         for number in range(100)
     ]
     found = coverage(rare, 32, **OPTIONS)
     assert found.covered_difference < 0.5
-    assert found.gap_holds < 0.5
+    assert found.gap_holds == 1
+
+
+@pytest.mark.parametrize(("true_log_prob", "holds"), [(-1.2, 0.0), (-0.1, 1.0), (math.nan, None)])
+def test_a_gap_is_held_against_the_language_itself(
+    true_log_prob: float, holds: float | None
+) -> None:
+    """P_LM gives the real one a quarter, the energy makes it 10 / 13 for many samples: a gain of
+    log(40 / 13) = 1.12, where the language, if it has other texts as well, has room for less."""
+    prefixes = [
+        replace(prefix(number, [0.25, 0.75], [math.log(10), 0.0]), true_log_prob=true_log_prob)
+        for number in range(10)
+    ]
+    assert coverage(prefixes, 256, **OPTIONS).gap_holds == holds
 
 
 def test_a_gap_that_is_0_is_never_overstated() -> None:

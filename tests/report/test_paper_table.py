@@ -149,7 +149,10 @@ def test_an_order_that_rests_on_a_flagged_estimate_is_said_to(results: dict[str,
         "the other way round, if the flagged estimate holds"
     )
     # What resampling writes needs no flag to be believed, where it is still the lower one.
-    for interval, said in ((BELOW, "too (-2.00/-1.00)"), (OPEN, "if the flagged estimate holds")):
+    for interval, said in (
+        (BELOW, "resamples (-2.00/-1.00)"),
+        (OPEN, "if the flagged estimate holds"),
+    ):
         for one in results["comparisons"]:
             if (one["model"], one["other"]) == ("joint bit", "joint unit"):
                 one["resampled_difference"] = interval

@@ -12,6 +12,7 @@ whatever the number of samples, so that settings differ in nothing else.
 Shapes: P prefixes of all documents, K continuations of each, N drawn samples.
 """
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -42,6 +43,7 @@ class ExactPrefix:
     log_weight: float  # of the real continuation
     lm_log_prob_K: Floats  # of every continuation; their probabilities add up to 1
     log_weight_K: Floats
+    true_log_prob: float = math.nan  # of the real continuation in the language itself, if known
 
     def scaled(self, scale: float) -> "ExactPrefix":
         """With the energy times a factor: above 1, as if it were too sure of itself."""
@@ -52,6 +54,7 @@ class ExactPrefix:
             scale * self.log_weight,
             self.lm_log_prob_K,
             scale * self.log_weight_K,
+            self.true_log_prob,
         )
 
     @property
@@ -82,7 +85,7 @@ class Coverage:
     covered: float  # share of published intervals that hold the truth
     covered_with_known_partition: float  # the same where log Z need not be estimated
     covered_difference: float  # share of paired intervals that hold the true difference from P_LM
-    gap_holds: float  # share in which the true gap is at least the least that is claimed
+    gap_holds: float | None  # share whose gap is no more than KL(data || P_LM), where that is known
     between_bounds: float  # share of estimates whose bounds hold the truth of their documents
     lower_bias: float  # mean of log lower perplexity - log true one of the same prefixes
     upper_bias: float
@@ -119,10 +122,9 @@ def coverage(
     """
     truth = true_perplexity(prefixes)
     lm_log_prob_P = np.array([prefix.lm_log_prob for prefix in prefixes])
-    log_prob_P = np.array([prefix.log_prob for prefix in prefixes])
     num_tokens_P = [prefix.num_tokens for prefix in prefixes]
     true_difference = truth - perplexity(lm_log_prob_P, num_tokens_P)
-    true_gap = float((log_prob_P - lm_log_prob_P).mean())
+    true_gap = float(np.mean([prefix.true_log_prob - prefix.lm_log_prob for prefix in prefixes]))
     cdf = [np.exp(prefix.lm_log_prob_K).cumsum() for prefix in prefixes]
     by_document: dict[int, list[int]] = {}
     for number, prefix in enumerate(prefixes):
@@ -178,7 +180,7 @@ def coverage(
         float(np.mean(covered)),
         float(np.mean(covered_exactly)),
         float(np.mean(covered_difference)),
-        float(np.mean(gap_holds)),
+        None if math.isnan(true_gap) else float(np.mean(gap_holds)),
         float(np.mean(between)),
         float(np.mean(lower_bias)),
         float(np.mean(upper_bias)),

@@ -3,7 +3,7 @@
 For each prefix: bounds of log Z, then bounds of log P = lm_log_prob - E - log Z; then, over all
 prefixes, perplexity = exp(-sum log P / sum tokens). The upper bound of log Z gives the upper
 perplexity. Few samples flatter, so the bounds come at n/4, n/2 and n, with diagnostics, and beside
-them the perplexity of what resampling n + 1 proposals writes, which few samples cannot flatter.
+them the perplexity of what resampling n + 1 proposals writes, a bound at every n.
 
 Shapes: P prefixes, N samples of a prefix.
 """

@@ -12,7 +12,8 @@ It adds up to 1, because the shares of n + 1 proposals do. By Jensen's inequalit
 
 so it is enough to count the text itself among the proposals (Lawson et al. 2019). Unlike the bounds
 of the joint model this needs neither large n nor light weights: an energy whose weights are too
-heavy for n proposals gains less, at most log(n + 1), and nothing is flattered. The mean of
+heavy for n proposals gains less, at most log(n + 1). It says nothing of the joint model's own
+perplexity, which is higher than Q's where an energy is too sure of itself. The mean of
 log w - log Z' over real text is a lower bound of KL(data || P_LM) as well (InfoNCE, van den Oord et
 al. 2018).
 
@@ -34,7 +35,7 @@ def resampled_log_partition(
 ) -> float:
     """log Z' of a text with this log-weight; of subsets of the samples their mean."""
     log_weight_N = checked_log_weight(log_weight_N)
-    num_samples = subset_size or log_weight_N.shape[-1]
+    num_samples = log_weight_N.shape[-1] if subset_size is None else subset_size
     total_S = disjoint_subsets(log_weight_N, num_samples).logsumexp(dim=-1)
     with_text_S = torch.logaddexp(total_S, torch.tensor(log_weight, dtype=torch.float64))
     return float(with_text_S.mean()) - math.log(num_samples + 1)

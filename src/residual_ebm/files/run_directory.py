@@ -21,7 +21,7 @@ from residual_ebm.recipe_file import Difference, check_recipe, differences, load
 from residual_ebm.sections import TRAINING_SUFFIX
 
 RECIPE = "recipe.yaml"
-ANALYSIS_VERSION = 4  # of what `analyze` writes; an older one is made anew
+ANALYSIS_VERSION = 5  # of what `analyze` writes; an older one is made anew
 RECIPE_HEADER = "# The recipe of this run, complete: `rebm run` with it makes the same run again.\n"
 TIMINGS = "timings.json"
 
@@ -108,7 +108,8 @@ class RunDirectory:
         if not self.results.exists():
             return False
         results = self.read_results()
-        if "growth" not in results:
+        rows = results["joint_models"]
+        if "growth" not in results or not all("resampled" in row["test"] for row in rows):
             return False
         try:
             made_by = check_recipe(results["resolved_recipe"])

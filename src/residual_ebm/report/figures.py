@@ -61,8 +61,8 @@ class Made:
             "Does the number of samples suffice?",
             "Lower and upper bound of the joint perplexity from fewer samples, on disjoint subsets"
             " of the same ones. A band that has met and lies flat no longer depends on n; one that"
-            " still rises flatters. Dotted: at most, of what resampling n + 1 proposals writes,"
-            " which n cannot flatter.",
+            " still rises flatters. Dotted: what resampling n + 1 proposals writes, at most;"
+            " not a bound of the joint model, but one that few samples cannot make too low.",
             self._made_of,
             functools.partial(
                 _draw_bounds,

@@ -77,7 +77,6 @@ def _section(run: Run, figures: Path) -> list[str]:
     if gap is not None:
         lines += ["", "## Where the language model is furthest from the text", ""]
         lines.append(plain(gap["sentence"]))
-        lines += [f"\nFlag: {plain(flag)}" for flag in gap["flags"]]
         for group in gap["groups"]:
             lines += ["", f"### {plain(group['title'])}"]
             for passage in group["passages"]:

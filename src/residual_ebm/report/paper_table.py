@@ -82,15 +82,13 @@ def _agreement(
     resampled: dict[str, float | None] | None,
 ) -> str:
     low, high = interval["low"], interval["high"]
+    if is_flagged and resampled is not None and (resampled["high"] or 0.0) < 0:
+        # Of what resampling writes no flag has to be believed.
+        return f"so here, by what it resamples ({signed_text(resampled)})"
     if low is None or high is None or low <= 0 <= high:
         return "undecided"
     found = "so here" if high < 0 else "the other way round"
-    if not is_flagged:
-        return found
-    # Of what resampling writes no flag has to be believed.
-    if resampled is not None and resampled["high"] is not None and resampled["high"] < 0:
-        return f"{found}, by what it resamples too ({signed_text(resampled)})"
-    return f"{found}, if the flagged estimate holds"
+    return f"{found}, if the flagged estimate holds" if is_flagged else found
 
 
 def _roles(results: dict[str, Any]) -> dict[str, list[_Row]]:

@@ -60,8 +60,10 @@ def results_page(published: dict[str, Published]) -> str:
         " *Test*: perplexity; of joint models from the lower to the upper bound. *95 %*: bootstrap"
         " over documents. *Minus base*: the paired difference of the upper bound from the language"
         " model that the energy corrects, 95 %. *Gain*: how far the upper bound lies below that"
-        " model. *ESS*: effective sample size. *k-hat passes*: for so many prefixes the tail of the"
-        " weights is light enough to trust the estimate.",
+        " model. *Resampled*: of what is written by keeping one of n + 1 proposals in proportion to"
+        " exp(-E), at most, and its gain; a bound at every n and for every energy, so that flagged"
+        " rows can be quoted by it (docs/method.md). *ESS*: effective sample size. *k-hat passes*:"
+        " for so many prefixes the tail of the weights is light enough to trust the estimate.",
     ]
     for name, (results, analysis) in published.items():
         lines += ["", *_section(name, results), *_order(results)]

@@ -106,8 +106,9 @@ def caption_text(results: dict[str, Any]) -> str:
         " effective sample size of those n for the median prefix."
         f"{FLAGGED}: flagged, not to be quoted as it stands. k-hat: how heavy the tail of the"
         " weights is; past its threshold a few proposals decide. log Z: 0 where the energy needs no"
-        " normalising. Resampled: what `rebm generate` writes with so many proposals, a model of"
-        " its own that needs no estimate of Z."
+        " normalising. Resampled: what is written by keeping one of n + 1 proposals, a model of"
+        " its own that needs no estimate of Z; no energy can gain more than log(n + 1) nats a"
+        " passage by it."
     )
 
 
@@ -179,9 +180,9 @@ def resampled_text(test: dict[str, Any]) -> str:
     if "resampled" not in test:
         return ""
     return (
-        f" Resampled from {test['bounds_at'][-1]['num_samples'] + 1} proposals: at most"
-        f" {number_text(test['resampled'])} ({signed_text(test['resampled_difference'])} against"
-        " its language model), flags or not."
+        f" Resampled from {test['bounds_at'][-1]['num_samples'] + 1} proposals:"
+        f" {number_text(test['resampled'])} or lower ({signed_text(test['resampled_difference'])}"
+        " against its language model), whatever the flags."
     )
 
 

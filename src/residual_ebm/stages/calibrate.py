@@ -76,7 +76,9 @@ def _exact_prefixes(
     part = blocks.select(block_P)
     prefixes = []
     with progress.bar("every continuation", len(part)) as bar:
-        for ids, document in zip(part.ids_BT, part.document_B, strict=True):
+        for ids, document, true_log_prob in zip(
+            part.ids_BT, part.document_B, part.true_log_prob_B, strict=True
+        ):
             ids_T = torch.from_numpy(ids)
             ids_KT = torch.cat([ids_T[:start].expand(len(every_KC), -1), every_KC], dim=1)
             log_prob_K = torch.cat(
@@ -96,6 +98,7 @@ def _exact_prefixes(
                     float(log_weight_K[real]),
                     log_prob_K.numpy(),
                     log_weight_K.numpy(),
+                    float(true_log_prob),
                 )
             )
             bar.advance()

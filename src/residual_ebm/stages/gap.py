@@ -23,6 +23,7 @@ from residual_ebm.stages.proposals import evaluation_prefixes
 def gap_report(run_dir: RunDirectory, energy: str | None, num_passages: int) -> dict[str, Any]:
     """The bound of a finished run, and the test passages where the gap is largest."""
     recipe = run_dir.recipe()
+    run_dir.check_results()
     results = run_dir.read_results()
     check_manifest(run_dir.blocks)
     rows = {row["energy"]: row for row in results["joint_models"] if not row["scaled"]}
@@ -41,7 +42,6 @@ def gap_report(run_dir: RunDirectory, energy: str | None, num_passages: int) -> 
         "interval": row["test"]["gap_interval"],
         "num_prefixes": len(gap_P),
         "num_samples": results["num_samples"],
-        "flags": row["test"]["flags"],
         "passages": passages_of(recipe, run_dir, real, gap_P, by_gap(gap_P)[:num_passages]),
     }
 

@@ -3,15 +3,16 @@
 from pathlib import Path
 from typing import Any
 
-from residual_ebm.files.run_directory import ANALYSIS_VERSION
 from residual_ebm.files.storage import read_json, write_json
 from residual_ebm.models.joint import JointModel
+
+_VERSION = 4  # raised when entries would come out otherwise
 
 
 def _stamp(joint: JointModel, num_samples: int) -> dict[str, Any]:
     return {
         "energy_fingerprint": joint.energy_model.fingerprint,
-        "version": ANALYSIS_VERSION,
+        "version": _VERSION,
         "num_samples": num_samples,
     }
 
