@@ -10,6 +10,7 @@ from residual_ebm.files.log_weights import REAL, read_log_weights, read_real
 from residual_ebm.files.open_run import open_run
 from residual_ebm.files.run_directory import RECIPE, RunDirectory
 from residual_ebm.recipe_file import load_recipe
+from residual_ebm.report.paper_figures import paper_figures
 from residual_ebm.report.page import read_run
 from residual_ebm.stages import analyze, evaluate, proposals
 from residual_ebm.stages.pipeline import progress_of
@@ -60,5 +61,10 @@ def test_results_analysis_and_figure(deep: RunDirectory) -> None:
         row for row in results["joint_models"] if row["energy"] == "heat" and not row["scaled"]
     ]
     assert found["bounds"][-1]["upper"] == pytest.approx(row["deep"]["upper"])
+    assert found["bounds"][-1]["resampled"] == pytest.approx(row["deep"]["resampled"])
     names = [figure.name for figure in read_run(deep.path).figures]
     assert names[:2] == ["bounds", "bounds-deep"]
+    shown = paper_figures(results, json.loads(deep.analysis.read_text()))
+    (said,) = (one.comparison for one in shown if one.figure.name == "bounds-deep")
+    gain = f"{1 - row['deep']['resampled'] / found['base']:.1%}"
+    assert f"resampled {gain}" in said.partition("joint heat lower")[2].partition(";")[0]

@@ -223,6 +223,8 @@ def _draw_bounds(
         axes.plot(counts, lower, color=colour, linewidth=0.8)
         if "resampled" in rows[0]:
             axes.plot(counts, [row["resampled"] for row in rows], color=colour, linestyle=":")
+    if any("resampled" in rows[0] for rows in bounds.values()):
+        axes.plot([], [], color=REAL, linestyle=":", label="resampled")
     for name, value in bases.items():
         axes.axhline(value, color=REAL, linestyle="--", linewidth=1, label=name)
     axes.set_xscale("log", base=2)

@@ -54,6 +54,7 @@ def paper_figures(results: dict[str, Any], analysis: dict[str, Any] | None) -> l
             "Figure 2, left",
             lambda: _bounds(entry["bounds"], base_perplexity(results, row)),
         ),
+        "bounds-deep": ("Figure 2, left, further", lambda: _deep(analysis["energies"])),
         "repetition-within": (
             "Figure 2, right",
             lambda: _repetition(entry["repetition"], "within"),
@@ -178,6 +179,24 @@ def _bounds(rows: Sequence[dict[str, Any]], base: float) -> str:
         f"{paper} Here it moves by {moved:+.4f} from n = {half['num_samples']} to"
         f" n = {whole['num_samples']}{share}."
     )
+
+
+def _deep(energies: dict[str, dict[str, Any]]) -> str:
+    """How far below the language model every energy ends, by each bound."""
+    said = []
+    for name, entry in energies.items():
+        base, last = entry["deep"]["base"], entry["deep"]["bounds"][-1]
+        gains = ", ".join(
+            f"{words} {1 - last[key] / base:.1%}"
+            for key, words in (
+                ("lower", "lower"),
+                ("upper", "upper perplexity"),
+                ("resampled", "resampled"),
+            )
+            if key in last
+        )
+        said.append(f"joint {name} {gains}")
+    return f"With all of them, below its language model: {'; '.join(said)}."
 
 
 def _repetition(rows: Sequence[dict[str, Any]], kind: str) -> str:
