@@ -10,8 +10,8 @@ from residual_ebm.files.log_weights import REAL, read_log_weights, read_real
 from residual_ebm.files.open_run import open_run
 from residual_ebm.files.run_directory import RECIPE, RunDirectory
 from residual_ebm.recipe_file import load_recipe
-from residual_ebm.report.paper_figures import paper_figures
 from residual_ebm.report.page import read_run
+from residual_ebm.report.paper_figures import paper_figures
 from residual_ebm.stages import analyze, evaluate, proposals
 from residual_ebm.stages.pipeline import progress_of
 
