@@ -233,6 +233,20 @@ def test_a_heat_of_other_layers_is_added_while_another_is_in_training(tiny_copy:
     assert is_complete(run_dir.energy("deeper"))
 
 
+def test_kept_states_stay_where_no_energy_reads_other_layers(tiny_copy: Path) -> None:
+    recipe = load_recipe(str(tiny_copy / RECIPE))
+    run_dir = RunDirectory(tiny_copy)
+    shutil.rmtree(run_dir.energy("heat"))
+    negatives.run(recipe, run_dir)
+
+    def trains_longer(tree: dict[str, Any]) -> None:
+        tree["energies"][-1]["training"]["steps"] += 1
+        tree["evaluation"]["num_examples"] += 1
+
+    with open_run(tiny_copy, changed(tiny_copy, trains_longer), grow=True) as run_dir:
+        assert is_complete(run_dir.states / "base" / "train")
+
+
 def shards(run_dir: RunDirectory) -> list[bytes]:
     return [path.read_bytes() for path in sorted(run_dir.path.glob("negatives/*/*/*.arrow"))]
 

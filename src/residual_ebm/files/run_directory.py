@@ -26,6 +26,12 @@ RECIPE_HEADER = "# The recipe of this run, complete: `rebm run` with it makes th
 TIMINGS = "timings.json"
 
 
+def _may_read_other_layers(change: Difference) -> bool:
+    """Whether a change may be of what HeaT reads of P_LM: a whole energy, or a head."""
+    of_energies = change.place[0] == "energies"
+    return of_energies and (len(change.place) <= 2 or "head" in change.place)
+
+
 class RunDirectory:
     """Paths of a run, and the files that all stages share."""
 
@@ -81,8 +87,8 @@ class RunDirectory:
         earlier = self.read_growth()
         if entry not in earlier[-1:]:
             write_json(self.growth, [*earlier, entry])
-        # Of other layers perhaps than a new HeaT reads; drawn again, they are the same.
-        delete_folder(self.states)
+        if any(_may_read_other_layers(change) for change in changes):
+            delete_folder(self.states)  # drawn again, with those layers, they are the same
         self.analysis.unlink(missing_ok=True)
         self.write_recipe(recipe)
 
