@@ -51,8 +51,10 @@ def test_every_row_has_its_numbers(tiny: dict[str, Any]) -> None:
         test = row["test"]
         assert cells[4] == f"{test['lower']:.2f}-{test['upper']:.2f}"
         assert cells[7] == f"{1 - test['upper'] / base['test']['value']:.1%}"
-        assert cells[8] == f"{test['median_effective_sample_size']:.0f}"
-        assert cells[9] == f"{1 - test['share_past_pareto_k']:.0%}"
+        gain = f"{1 - test['resampled'] / base['test']['value']:.1%}"
+        assert cells[8] == f"{test['resampled']:.2f} ({gain})"
+        assert cells[9] == f"{test['median_effective_sample_size']:.0f}"
+        assert cells[10] == f"{1 - test['share_past_pareto_k']:.0%}"
         for flag in test["flags"]:
             assert row["scaled"] or flag in page
     config = next(entry for entry in tiny["resolved_recipe"]["energies"] if entry["name"] == "heat")
@@ -67,15 +69,15 @@ def test_every_row_has_its_numbers(tiny: dict[str, Any]) -> None:
     assert tiny["resolved_recipe"]["description"] in page
 
 
-def test_of_older_results_only_the_mean_effective_sample_size_is_known(
+def test_older_results_lack_the_median_effective_sample_size_and_what_is_resampled(
     tiny: dict[str, Any],
 ) -> None:
     for row in tiny["joint_models"]:
-        del row["test"]["median_effective_sample_size"]
+        del row["test"]["median_effective_sample_size"], row["test"]["resampled"]
     rows = rows_of(results_page({"tiny": Published(tiny, None)}))
     row = tiny["joint_models"][0]
     mean = row["test"]["effective_sample_size"]
-    assert rows[marked_name(row)][8] == f"mean {mean:.0f}"
+    assert rows[marked_name(row)][8:10] == ["", f"mean {mean:.0f}"]
 
 
 def test_learning_rates_that_were_tried_are_told(tiny: dict[str, Any]) -> None:
