@@ -12,11 +12,12 @@ from residual_ebm.config import Recipe
 from residual_ebm.errors import UserError
 from residual_ebm.files.open_run import open_run
 from residual_ebm.files.run_directory import RECIPE, RunDirectory, resume_folder
-from residual_ebm.files.storage import is_complete
+from residual_ebm.files.storage import is_complete, write_json
 from residual_ebm.progress import Progress
 from residual_ebm.recipe_file import check_recipe, load_recipe
 from residual_ebm.report.page import made_text
 from residual_ebm.stages import analyze, negatives, train_energy
+from residual_ebm.stages.gap import gap_report
 from residual_ebm.stages.pipeline import progress_of, run_all
 
 Change = Callable[[dict[str, Any]], None]
@@ -308,3 +309,15 @@ class Said(Progress):
 
     def note(self, text: str) -> None:
         self.notes.append(text)
+
+
+def test_results_that_lack_what_is_resampled_are_made_anew(tiny_copy: Path) -> None:
+    """Their gap was another number, which is no bound at every n."""
+    run_dir = RunDirectory(tiny_copy)
+    results = run_dir.read_results()
+    assert run_dir.has_results()
+    del results["joint_models"][-1]["test"]["resampled"]
+    write_json(run_dir.results, results)
+    assert not run_dir.has_results()
+    with pytest.raises(UserError, match="of an older version or recipe"):
+        gap_report(run_dir, None, 0)
