@@ -128,6 +128,7 @@ def test_figures_of_the_paper_are_on_the_page(
 ) -> None:
     page = results_page({"tiny": Published(tiny, analysis)})
     names = ["bounds", "repetition-within", "repetition-among", "density-base", "density-joint"]
+    names.append("reweighting")
     made = paper_figures(tiny, analysis)
     assert [entry.figure.name for entry in made] == names
     for entry in made:

@@ -101,7 +101,7 @@ def test_sections_and_console(page: Path) -> None:
     assert console == ""
     for section in (*SECTIONS, "repeats"):
         assert f'id="run-1-{section}"' in seen
-    assert seen.count("<svg") == 11
+    assert seen.count("<svg") == 12
     assert "<script" not in seen
     assert ATTACK.split()[0].replace("<", "&lt;").replace(">", "&gt;") in seen
 

@@ -79,7 +79,7 @@ def test_every_section_is_there(run: Run, page: Page) -> None:
         assert f"run-1-{figure.name}" in page.ids
         assert figure.title in page.text
         assert f"{figure.caption} {figure.made_of}" in page.text
-    assert page.tags.count("svg") == len(run.figures) == 10
+    assert page.tags.count("svg") == len(run.figures) == 11
     assert verdict(run.results).text in page.text
     for row in table_rows(run.results):
         for cell in row.cells:
@@ -330,14 +330,14 @@ def test_report_as_markdown(rebm: Callable[..., tuple[int, str, str]], tiny_copy
     assert written["page"] == str(tiny_copy / "report.md")
     text = (tiny_copy / "report.md").read_text()
     images = re.findall(r"!\[[^]]*\]\(<([^)]+)>\)", text)
-    assert len(images) == 10
+    assert len(images) == 11
     made_of = {figure.name: figure.made_of for figure in read_run(tiny_copy).figures}
     for image in images:
         drawing = (tiny_copy / image).read_text()
         assert drawing.lstrip().startswith("<?xml")
         assert made_of[Path(image).stem] in drawing, "a figure says what it was made of"
         assert (tiny_copy / image).with_suffix(".png").read_bytes().startswith(b"\x89PNG")
-    assert len(written["figures"]) == 20
+    assert len(written["figures"]) == 22
     assert "## Can it be trusted?" in text
 
 
@@ -351,14 +351,14 @@ def test_report_of_several_runs(
     code, _, _ = rebm("report", tiny_copy, other, "--out", out, "--figures", tmp_path / "f")
     assert code == 0
     assert "Side by side" in out.read_text()
-    assert len(list((tmp_path / "f").rglob("*.svg"))) == 20
+    assert len(list((tmp_path / "f").rglob("*.svg"))) == 22
     page = tmp_path / "new" / "both.md"
     code, _, _ = rebm("report", tiny_copy, other, "--out", page, "--format", "md")
     assert code == 0
     text = page.read_text()
     assert text.startswith("# Side by side\n")
     images = re.findall(r"!\[[^]]*\]\(<([^)]+)>\)", text)
-    assert len(set(images)) == len(images) == 20
+    assert len(set(images)) == len(images) == 22
     assert all((page.parent / image).is_file() for image in images)
 
 

@@ -203,8 +203,14 @@ def test_weights(tiny_run: Path, analysis: dict[str, Any], energy: str) -> None:
     (median,) = [row["log_weight"] for row in found["quantiles"] if row["share"] == 0.5]
     assert median == pytest.approx(np.log(np.quantile(ratio_PN, 0.5)), abs=1e-2)
     sorted_PN = np.sort(ratio_PN, axis=1) / 32
-    assert found["mass"]["upper_half"] == pytest.approx(sorted_PN[:, 16:].sum(1).mean())
-    assert found["mass"]["lowest_tenth"] == pytest.approx(sorted_PN[:, :3].sum(1).mean())
+    lighter = np.array(found["curve"]["share"]) <= 0.5
+    assert np.array(found["curve"]["mass"])[lighter][-1] == pytest.approx(
+        sorted_PN[:, :16].sum(1).mean()
+    )
+    promoted_P = (ratio_PN > 1).mean(axis=1)
+    assert found["promoted"] == pytest.approx(promoted_P.mean())
+    assert found["promoted_interval"]["low"] < found["promoted"]
+    assert found["promoted_interval"]["high"] > found["promoted"]
 
 
 def test_new_results_have_their_analysis_made_anew(tiny_copy: Path) -> None:

@@ -21,7 +21,7 @@ from residual_ebm.recipe_file import Difference, check_recipe, differences, load
 from residual_ebm.sections import TRAINING_SUFFIX
 
 RECIPE = "recipe.yaml"
-ANALYSIS_VERSION = 5  # of what `analyze` writes; an older one is made anew
+ANALYSIS_VERSION = 6  # of what `analyze` writes; an older one is made anew
 RECIPE_HEADER = "# The recipe of this run, complete: `rebm run` with it makes the same run again.\n"
 TIMINGS = "timings.json"
 

@@ -29,6 +29,7 @@ def run_figures(results: dict[str, Any], analysis: dict[str, Any] | None) -> lis
             of.roc(),
             of.calibration(),
             of.ranks(),
+            *of.reweighting(),
         ]
         if analysis.get("per_step"):
             figures.insert(1, _per_step(analysis["per_step"], analysis["seed"]))
@@ -206,6 +207,33 @@ class Made:
             "Where is the real text among its proposals?",
             f"By the energy {self._best}. Piled up at 0: real text looks more real than nearly all"
             " proposals; even (the dotted line): the energy cannot tell.",
+            self._made_of,
+            draw,
+        )
+
+    def reweighting(self) -> Iterator[RunFigure]:
+        curves = {
+            name: entry["weights"]["curve"]
+            for name, entry in self._energies.items()
+            if "curve" in entry["weights"]  # older analyses have none
+        }
+        if not curves:
+            return
+
+        def draw(axes: Axes) -> None:
+            for colour, (name, curve) in zip(colours(), curves.items(), strict=False):
+                axes.plot(curve["share"], curve["mass"], color=colour, label=name)
+            axes.plot([0, 1], [0, 1], **GUIDE)
+            axes.set_xlabel("share of proposals, those of highest energy first")
+            axes.set_ylabel("share of the joint model")
+            add_legend(axes, "upper left")
+
+        yield RunFigure(
+            "reweighting",
+            "Are a few samples promoted, or the worst demoted?",
+            "How much of the joint model the proposals of highest energy get, mean over prefixes."
+            " On the dotted line all count the same. An energy that only demotes the worst leaves"
+            " it at the left and then rises evenly; one that promotes a few rises at the right.",
             self._made_of,
             draw,
         )

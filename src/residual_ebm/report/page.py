@@ -35,6 +35,8 @@ from residual_ebm.report.rows import (
 )
 from residual_ebm.report.run_figure import RunFigure
 from residual_ebm.report.story import Piece, compare_texts, verdict
+from residual_ebm.report.strength_table import HEADINGS as STRENGTH_HEADINGS
+from residual_ebm.report.strength_table import strength_rows, strength_text
 
 _SHOWN_TOKENS = 5
 _ROLES = {
@@ -93,6 +95,7 @@ def html_report(runs: list[Run]) -> str:
         "summary_headings": SUMMARY_HEADINGS,
         "comparable": COMPARABLE,
         "detection_headings": DETECTION_HEADINGS,
+        "strength_headings": STRENGTH_HEADINGS,
     }
     return template.render(title=title, runs=views, **fixed) + "\n"
 
@@ -106,6 +109,8 @@ def _view(run: Run, identity: str) -> dict[str, Any]:
         "verdict": verdict(results),
         "summary": summary_cells(results),
         "detection": detection_rows(results),
+        "strength": strength_rows(results, run.analysis),
+        "strength_text": strength_text(results),
         "headings": HEADINGS,
         "rows": table_rows(results),
         "caption": caption_text(results),

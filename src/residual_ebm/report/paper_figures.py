@@ -8,7 +8,7 @@ from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 from residual_ebm.report.figures import run_figures
-from residual_ebm.report.rows import base_perplexity, best_row
+from residual_ebm.report.rows import base_perplexity, best_row, share_interval_text
 from residual_ebm.report.run_figure import RunFigure
 
 _OFF = 0.02  # of the true perplexity: more than this is not right any more
@@ -65,6 +65,7 @@ def paper_figures(results: dict[str, Any], analysis: dict[str, Any] | None) -> l
         ),
         "density-base": ("Figure 3, left", lambda: _density(entry["density"], "base")),
         "density-joint": ("Figure 3, right", lambda: _density(entry["density"], "joint")),
+        "reweighting": ("Limitations", lambda: _reweighting(analysis["energies"])),
     }
     return [
         PaperFigure(of_paper, figures[name], compare())
@@ -247,4 +248,21 @@ def _density(found: dict[str, Any], model: str) -> str:
     return (
         f"In the paper the means differ by {_DIFFERENCES[model]:.2f} nats under {own}; here samples"
         f" are {abs(found[model]['difference']):.2f} nats {likelier} likely than real text{shown}."
+    )
+
+
+def _reweighting(energies: dict[str, dict[str, Any]]) -> str:
+    """Whether more than half of the proposals are promoted, where the interval decides it."""
+    kinds: dict[str, list[str]] = {}
+    for name, entry in energies.items():
+        low, high = (entry["weights"]["promoted_interval"][side] for side in ("low", "high"))
+        if low is None or low <= 0.5 <= high:
+            kind = "undecided"
+        else:
+            kind = "a few are promoted" if high < 0.5 else "the worst are demoted"
+        kinds.setdefault(kind, []).append(f"{name} {share_interval_text(entry['weights'])}")
+    found = "; ".join(f"{kind}: {', '.join(rows)}" for kind, rows in kinds.items())
+    return (
+        "The paper supposes that mostly the worst samples are weighed down; then more than half of"
+        f" them would weigh more than the average. Here so many do, and so {found}."
     )

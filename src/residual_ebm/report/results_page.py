@@ -24,11 +24,14 @@ from residual_ebm.report.rows import (
     effective_text,
     growth_text,
     interval_text,
+    items_seen,
     marked_name,
     number_text,
     resampled_text,
     signed_text,
 )
+from residual_ebm.report.strength_table import HEADINGS as STRENGTH_HEADINGS
+from residual_ebm.report.strength_table import strength_rows, strength_text
 
 _COLUMNS = (
     "model",
@@ -67,6 +70,7 @@ def results_page(published: dict[str, Published]) -> str:
     ]
     for name, (results, analysis) in published.items():
         lines += ["", *_section(name, results), *_order(results)]
+        lines += _strength(results, analysis)
         lines += _figures(name, results, analysis)
     return "\n".join(lines) + "\n"
 
@@ -131,12 +135,27 @@ def _order(results: dict[str, Any]) -> list[str]:
     return lines
 
 
+def _strength(results: dict[str, Any], analysis: dict[str, Any] | None) -> list[str]:
+    """Energies of several language models side by side."""
+    rows = strength_rows(results, analysis)
+    if not rows:
+        return []
+    return [
+        "",
+        strength_text(results),
+        "",
+        "| " + " | ".join(STRENGTH_HEADINGS) + " |",
+        "| --- |" + " ---: |" * (len(STRENGTH_HEADINGS) - 1),
+        *("| " + " | ".join(line) + " |" for line in rows),
+    ]
+
+
 def _short_of_tokens(results: dict[str, Any]) -> list[str]:
     """A reservation about the order where language models from scratch have read little."""
     recipe = results["resolved_recipe"]
     rows = {row["name"]: row for row in results["language_models"]}
     shares = {
-        config["name"]: _items_seen(rows[config["name"]], config)
+        config["name"]: items_seen(rows[config["name"]], config)
         * recipe["block"]["length"]
         / rows[config["name"]]["parameters"]
         for config in recipe["language_models"]
@@ -203,7 +222,7 @@ def _trials(results: dict[str, Any]) -> list[str]:
 
 def _language_model_row(row: dict[str, Any], recipe: dict[str, Any]) -> str:
     config = next(entry for entry in recipe["language_models"] if entry["name"] == row["name"])
-    read = _items_seen(row, config) * recipe["block"]["length"]
+    read = items_seen(row, config) * recipe["block"]["length"]
     cells = [
         row["name"],
         count_text(row["parameters"]),
@@ -255,15 +274,7 @@ def _read_by_energy(row: dict[str, Any], recipe: dict[str, Any]) -> str:
     blocks = 1 + config["negatives_per_positive"]
     # HeaT reads continuations alone, UniT a prefix once for all its blocks.
     read = {"heat": blocks * own, "unit": prefix + blocks * own, "bit": blocks * (prefix + own)}
-    return count_text(_items_seen(row, config) * read[config["kind"]])
-
-
-def _items_seen(row: dict[str, Any], config: dict[str, Any]) -> int:
-    """Items that a training saw: steps until its last validation, times the batch size."""
-    validations = row["training"].get("validations")
-    if not validations or config["training"] is None:
-        return 0
-    return int(validations[-1]["step"]) * int(config["training"]["batch_size"])
+    return count_text(items_seen(row, config) * read[config["kind"]])
 
 
 def curves(results: dict[str, Any]) -> bytes:

@@ -231,6 +231,26 @@ def signed_text(interval: dict[str, float | None]) -> str:
     return f"{interval['low']:+.{digits}f}/{interval['high']:+.{digits}f}"
 
 
+def gap_interval_text(test: dict[str, Any]) -> str:
+    """Nats a passage between language model and text, with their interval."""
+    return f"{test['gap']:+.2f} ({signed_text(test['gap_interval'])})"
+
+
+def share_interval_text(weights: dict[str, Any]) -> str:
+    """The share of proposals that an energy promotes, with its interval."""
+    low, high = (weights["promoted_interval"][side] for side in ("low", "high"))
+    shown = "one document" if low is None else f"{low:.1%} to {high:.1%}"
+    return f"{weights['promoted']:.1%} ({shown})"
+
+
+def items_seen(row: dict[str, Any], config: dict[str, Any]) -> int:
+    """Items that a training saw: steps until its last validation, times the batch size."""
+    validations = row["training"].get("validations")
+    if not validations or config["training"] is None:
+        return 0
+    return int(validations[-1]["step"]) * int(config["training"]["batch_size"])
+
+
 def growth_text(results: dict[str, Any]) -> str:
     """What of the recipe is not as it was when the run began, and what was known by then."""
     texts = []

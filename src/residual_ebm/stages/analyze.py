@@ -23,6 +23,7 @@ from residual_ebm.estimation.nce import nce_accuracy
 from residual_ebm.estimation.partition import bounds_on_disjoint_subsets, log_partition_bounds
 from residual_ebm.estimation.repetition import count_ngrams, unique_among, unique_within
 from residual_ebm.estimation.resampled import resampled_log_partition
+from residual_ebm.estimation.reweighting import reweighting
 from residual_ebm.files.log_weights import RealContinuations
 from residual_ebm.files.run_directory import ANALYSIS_VERSION, RunDirectory
 from residual_ebm.files.samples import SampleRows, pick_rows
@@ -42,6 +43,7 @@ _NGRAM_ORDERS = (2, 3, 4)
 _DETECTED_SAMPLES = 200  # proposals of a prefix that the detector is tried on
 _PASSAGES = 3
 _QUANTILES = (0.01, 0.05, 0.25, 0.5, 0.75, 0.95, 0.99)
+_MASS_POINTS = 41  # of the curve of who gets the joint model's mass
 _CURVE_POINTS = 51  # of a ROC curve, as it is kept, along each axis
 
 
@@ -102,7 +104,7 @@ def _of_energy(recipe: Recipe, run_dir: RunDirectory, energy: str) -> dict[str, 
         "repetition": _repetition(recipe, run_dir, real, drawn),
         "density": _densities(recipe, real, drawn),
         "detector": _detector(real, log_weights),
-        "weights": _weights(log_weights),
+        "weights": _weights(recipe, real, log_weights),
         "passages": _passages(recipe, run_dir, real, log_weights, drawn),
     }
 
@@ -194,27 +196,25 @@ def _deep(recipe: Recipe, run_dir: RunDirectory, energy: str) -> dict[str, Any] 
     }
 
 
-def _weights(log_weights: list[np.ndarray]) -> dict[str, Any]:
-    """How samples of P_LM are re-weighted, as log(w / Z): are a few promoted, or the worst demoted?
-
-    `mass` is the joint model's share that goes to the upper half of a prefix's samples by weight,
-    and to the lowest tenth.
-    """
-    normalised, halves, tenths = [], [], []
-    for log_weight_N in log_weights:
-        total = np.logaddexp.reduce(log_weight_N)
-        share_N = np.sort(np.exp(log_weight_N - total))
-        count = len(share_N)
-        halves.append(share_N[count // 2 :].sum())
-        tenths.append(share_N[: max(1, count // 10)].sum())
-        normalised.append(log_weight_N - total + np.log(count))
-    values = np.quantile(np.concatenate(normalised), _QUANTILES)
+def _weights(
+    recipe: Recipe, real: RealContinuations, log_weights: list[np.ndarray]
+) -> dict[str, Any]:
+    """How samples of P_LM are re-weighted: are a few promoted, or the worst demoted? `quantiles`
+    are of log(w / Z)."""
+    normalised_M = np.concatenate(
+        [values - np.logaddexp.reduce(values) + np.log(len(values)) for values in log_weights]
+    )
+    found = reweighting(log_weights, _MASS_POINTS)
     return {
+        "promoted": found.promoted_P.mean(),
+        "promoted_interval": bootstrap_mean(
+            found.promoted_P, real.document_P, **resampling(recipe)
+        ),
+        "curve": {"share": found.share_K, "mass": found.mass_K},
         "quantiles": [
             {"share": share, "log_weight": value}
-            for share, value in zip(_QUANTILES, values, strict=True)
+            for share, value in zip(_QUANTILES, np.quantile(normalised_M, _QUANTILES), strict=True)
         ],
-        "mass": {"upper_half": np.mean(halves), "lowest_tenth": np.mean(tenths)},
     }
 
 
