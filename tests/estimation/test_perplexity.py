@@ -120,10 +120,13 @@ def test_real_text_that_outweighs_every_proposal_is_counted() -> None:
 def test_log_prob_subtracts_each_bound() -> None:
     prefixes = make_prefixes(1)
     summary = summarise_prefix(torch.tensor([0.0, 1.0] * 8), 0.7)
-    lower_P, upper_P, resampled_P = joint_log_prob(prefixes, [summary], 16)
+    found = summary.log_partition[16]
+    lower_P, upper_P, resampled_P = joint_log_prob(
+        prefixes.lm_log_prob_P, [summary.log_weight], [found]
+    )
     unnormalised = prefixes.lm_log_prob_P[0] + 0.7
-    assert lower_P[0] == pytest.approx(unnormalised - summary.lower[16])
-    assert upper_P[0] == pytest.approx(unnormalised - summary.upper[16])
+    assert lower_P[0] == pytest.approx(unnormalised - found.lower)
+    assert upper_P[0] == pytest.approx(unnormalised - found.upper)
     counted = math.log((8 * 1 + 8 * math.e + math.exp(0.7)) / 17)
     assert resampled_P[0] == pytest.approx(unnormalised - counted)
 

@@ -14,6 +14,7 @@ from typing import NamedTuple
 
 import numpy as np
 import torch
+from numpy.typing import ArrayLike
 from torch import Tensor
 
 from residual_ebm.estimation.bootstrap import (
@@ -37,14 +38,20 @@ class Prefixes:
     document_P: np.ndarray
 
 
+class LogPartition(NamedTuple):
+    """log Z of one prefix from a number of samples."""
+
+    lower: float
+    upper: float
+    resampled: float  # with the real continuation counted among the samples
+
+
 @dataclass(frozen=True)
 class PrefixSummary:
     """What is kept of one prefix after its log-weights were read."""
 
     log_weight: float  # of the real continuation
-    lower: dict[int, float]  # bounds of log Z, by number of samples
-    upper: dict[int, float]
-    resampled: dict[int, float]  # log Z with the real continuation counted among the samples
+    log_partition: dict[int, LogPartition]  # by number of samples
     effective_sample_size: float
     pareto_k: float
     outweighs: bool  # the real continuation has a larger weight than every proposal
@@ -54,19 +61,23 @@ def sample_counts(num_samples: int) -> tuple[int, int, int]:
     return num_samples // 4, num_samples // 2, num_samples
 
 
+def log_partition_at(
+    log_weight_N: Tensor | ArrayLike, log_weight: float, num_samples: int
+) -> LogPartition:
+    """From as many samples, the mean over disjoint subsets of all there are; `log_weight` is the
+    real continuation's."""
+    bounds = bounds_on_disjoint_subsets(log_weight_N, num_samples)
+    resampled = resampled_log_partition(log_weight_N, log_weight, num_samples)
+    return LogPartition(float(bounds.lower), float(bounds.upper), resampled)
+
+
 def summarise_prefix(log_weight_N: Tensor, log_weight: float) -> PrefixSummary:
     """Bounds and diagnostics of one prefix from its proposals' log-weights."""
     log_weight_N = torch.as_tensor(log_weight_N, dtype=torch.float64)
-    lower, upper, resampled = {}, {}, {}
-    for count in sample_counts(len(log_weight_N)):
-        bounds = bounds_on_disjoint_subsets(log_weight_N, count)
-        lower[count], upper[count] = float(bounds.lower), float(bounds.upper)
-        resampled[count] = resampled_log_partition(log_weight_N, log_weight, count)
+    counts = sample_counts(len(log_weight_N))
     return PrefixSummary(
         log_weight,
-        lower,
-        upper,
-        resampled,
+        {count: log_partition_at(log_weight_N, log_weight, count) for count in counts},
         float(effective_sample_size(log_weight_N)),
         pareto_k(log_weight_N),
         bool(log_weight > log_weight_N.max()),
@@ -134,14 +145,17 @@ class JointLogProb(NamedTuple):
 
 
 def joint_log_prob(
-    prefixes: Prefixes, summaries: Sequence[PrefixSummary], num_samples: int
+    lm_log_prob_P: np.ndarray, log_weight_P: ArrayLike, log_partitions: Sequence[LogPartition]
 ) -> JointLogProb:
-    unnormalised_P = prefixes.lm_log_prob_P + np.array([s.log_weight for s in summaries])
+    unnormalised_P = lm_log_prob_P + np.asarray(log_weight_P)
     return JointLogProb(
-        unnormalised_P - np.array([s.lower[num_samples] for s in summaries]),
-        unnormalised_P - np.array([s.upper[num_samples] for s in summaries]),
-        unnormalised_P - np.array([s.resampled[num_samples] for s in summaries]),
+        *(unnormalised_P - np.array(one_P) for one_P in zip(*log_partitions, strict=True))
     )
+
+
+def bounds_at_count(prefixes: Prefixes, estimates: JointLogProb, num_samples: int) -> BoundsAt:
+    values = (perplexity(one_P, prefixes.num_tokens_P) for one_P in estimates)
+    return BoundsAt(num_samples, *values)
 
 
 def joint_perplexity(
@@ -149,18 +163,24 @@ def joint_perplexity(
 ) -> JointPerplexity:
     """The row of one joint model; the same seed pairs it with every other row."""
     tokens_P, document_P = prefixes.num_tokens_P, prefixes.document_P
-    counts = sorted(summaries[0].lower)
-    bounds_at = []
-    for count in counts:
-        estimates = joint_log_prob(prefixes, summaries, count)
-        bounds_at.append(BoundsAt(count, *(perplexity(one_P, tokens_P) for one_P in estimates)))
+    counts = sorted(summaries[0].log_partition)
+    log_weight_P = [summary.log_weight for summary in summaries]
+    at = {
+        count: joint_log_prob(
+            prefixes.lm_log_prob_P,
+            log_weight_P,
+            [summary.log_partition[count] for summary in summaries],
+        )
+        for count in counts
+    }
+    bounds_at = [bounds_at_count(prefixes, at[count], count) for count in counts]
     num_samples = counts[-1]
-    from_lower_P, from_upper_P, resampled_P = joint_log_prob(prefixes, summaries, num_samples)
+    from_lower_P, from_upper_P, resampled_P = at[num_samples]
     resampling = {"num_resamples": num_resamples, "seed": seed}
     low = bootstrap_perplexity(from_lower_P, tokens_P, document_P, **resampling).low
     high = bootstrap_perplexity(from_upper_P, tokens_P, document_P, **resampling).high
     gap_P = resampled_P - prefixes.lm_log_prob_P
-    log_partition_P = np.array([summary.lower[num_samples] for summary in summaries])
+    log_partition_P = np.array([one.log_partition[num_samples].lower for one in summaries])
     effective_P = np.array([summary.effective_sample_size for summary in summaries])
     threshold = pareto_k_threshold(num_samples)
     return JointPerplexity(

@@ -8,7 +8,7 @@ the second half, so a sample does not count in the Z that normalises it.
 Shapes: P prefixes, N proposals of a prefix, D draws for each, C tokens of a continuation.
 """
 
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from typing import Any
 
 import numpy as np
@@ -20,9 +20,9 @@ from residual_ebm.estimation.density import log_prob_densities
 from residual_ebm.estimation.detection import auc, calibration, rank_among, roc
 from residual_ebm.estimation.importance import energy_of, resample
 from residual_ebm.estimation.nce import nce_accuracy
-from residual_ebm.estimation.partition import bounds_on_disjoint_subsets, log_partition_bounds
+from residual_ebm.estimation.partition import log_partition_bounds
+from residual_ebm.estimation.perplexity import bounds_at_count, joint_log_prob
 from residual_ebm.estimation.repetition import count_ngrams, unique_among, unique_within
-from residual_ebm.estimation.resampled import resampled_log_partition
 from residual_ebm.estimation.reweighting import reweighting
 from residual_ebm.files.log_weights import RealContinuations
 from residual_ebm.files.run_directory import ANALYSIS_VERSION, RunDirectory
@@ -33,7 +33,13 @@ from residual_ebm.models.loading import load_tokenizer
 from residual_ebm.progress import QUIET, Progress
 from residual_ebm.randomness import derive_seed, uniform
 from residual_ebm.stages.calibrate import calibrate
-from residual_ebm.stages.evaluate import plain_numbers, read_scored, resampling
+from residual_ebm.stages.evaluate import (
+    log_partitions_at,
+    plain_numbers,
+    prefixes_of,
+    read_scored,
+    resampling,
+)
 from residual_ebm.stages.gap import by_gap, passage_gaps, passages_of
 from residual_ebm.stages.proposals import DEEP, evaluation_prefixes
 from residual_ebm.stages.step_analysis import analyse_steps
@@ -167,20 +173,9 @@ def _bounds_by_samples(
     counts = [2**power for power in range(3, total.bit_length()) if 2**power < total]
     rows = []
     for count in [*counts, total]:
-        bounds = [bounds_on_disjoint_subsets(values, count) for values in log_weights]
-        log_partitions = {
-            "lower": [float(bound.lower) for bound in bounds],
-            "upper": [float(bound.upper) for bound in bounds],
-            "resampled": [
-                resampled_log_partition(values, float(log_weight), count)
-                for values, log_weight in zip(log_weights, real.log_weight_P, strict=True)
-            ],
-        }
-        row: dict[str, float] = {"num_samples": count}
-        for name, log_partition_P in log_partitions.items():
-            log_prob_P = real.lm_log_prob_P + real.log_weight_P - np.array(log_partition_P)
-            row[name] = perplexity(log_prob_P, real.num_tokens_P)
-        rows.append(row)
+        log_partitions = log_partitions_at(real, log_weights, count)
+        estimates = joint_log_prob(real.lm_log_prob_P, real.log_weight_P, log_partitions)
+        rows.append(asdict(bounds_at_count(prefixes_of(real), estimates, count)))
     return rows
 
 

@@ -22,11 +22,13 @@ from residual_ebm.estimation.comparison import Comparison, ModelLogProbs, compar
 from residual_ebm.estimation.flags import flags
 from residual_ebm.estimation.partition import log_partition_bounds
 from residual_ebm.estimation.perplexity import (
+    LogPartition,
     Prefixes,
     PrefixSummary,
     base_perplexity,
     joint_log_prob,
     joint_perplexity,
+    log_partition_at,
     summarise_prefix,
 )
 from residual_ebm.files.log_weights import REAL, RealContinuations, read_log_weights, read_real
@@ -128,8 +130,8 @@ def _comparisons(
     models = list(exact)
     for row in joint_rows:
         real, log_weights = read_scored(run_dir, row["energy"], "test")
-        summaries = summarise(real, log_weights, 1.0)
-        estimates = joint_log_prob(prefixes_of(real), summaries, len(log_weights[0]))
+        log_partitions = log_partitions_at(real, log_weights, len(log_weights[0]))
+        estimates = joint_log_prob(real.lm_log_prob_P, real.log_weight_P, log_partitions)
         models.append(ModelLogProbs(row["name"], *estimates))
     blocks, block_P = evaluation_prefixes(recipe, run_dir, "test")
     part = blocks.select(block_P)
@@ -233,7 +235,16 @@ def prefixes_of(real: RealContinuations) -> Prefixes:
     return Prefixes(real.lm_log_prob_P, real.num_tokens_P, real.document_P)
 
 
-def summarise(
+def log_partitions_at(
+    real: RealContinuations, log_weights: Sequence[np.ndarray], num_samples: int
+) -> list[LogPartition]:
+    return [
+        log_partition_at(log_weight_N, float(log_weight), num_samples)
+        for log_weight_N, log_weight in zip(log_weights, real.log_weight_P, strict=True)
+    ]
+
+
+def _summarise(
     real: RealContinuations, log_weights: Sequence[np.ndarray], scale: float
 ) -> list[PrefixSummary]:
     """Scaling the energy by alpha scales every log-weight, so nothing has to be scored again."""
@@ -247,7 +258,7 @@ def _joint_row(
     recipe: Recipe, run_dir: RunDirectory, energy: str, split: str, scale: float
 ) -> dict[str, Any]:
     real, log_weights = read_scored(run_dir, energy, split)
-    summaries = summarise(real, log_weights, scale)
+    summaries = _summarise(real, log_weights, scale)
     joint = joint_perplexity(prefixes_of(real), summaries, **resampling(recipe))
     base = perplexity(real.lm_log_prob_P, real.num_tokens_P)
     found = flags(joint, base)
