@@ -207,10 +207,22 @@ def test_weights(tiny_run: Path, analysis: dict[str, Any], energy: str) -> None:
     assert np.array(found["curve"]["mass"])[lighter][-1] == pytest.approx(
         sorted_PN[:, :16].sum(1).mean()
     )
-    promoted_P = (ratio_PN > 1).mean(axis=1)
-    assert found["promoted"] == pytest.approx(promoted_P.mean())
-    assert found["promoted_interval"]["low"] < found["promoted"]
-    assert found["promoted_interval"]["high"] > found["promoted"]
+    real = read_real(folder / REAL)
+    gains = found["gains"]
+    results = RunDirectory(tiny_run).read_results()
+    (row,) = [
+        row for row in results["joint_models"] if row["energy"] == energy and not row["scaled"]
+    ]
+    assert gains["both"] == pytest.approx(row["test"]["gap"])
+    weights = [np.exp(values) for _, values in read_log_weights(folder)]
+    demoting = []
+    for values, text in zip(weights, np.exp(real.log_weight_P), strict=True):
+        mean = (values.sum() + text) / 33
+        cut = np.minimum(values, mean).sum() + min(text, mean)
+        demoting.append(np.log(min(text, mean) / (cut / 33)))
+    assert gains["demoting"] == pytest.approx(np.mean(demoting))
+    interval = gains["demoting_minus_promoting"]
+    assert interval["low"] < gains["demoting"] - gains["promoting"] < interval["high"]
 
 
 def test_new_results_have_their_analysis_made_anew(tiny_copy: Path) -> None:

@@ -232,8 +232,8 @@ class Made:
             "reweighting",
             "Are a few samples promoted, or the worst demoted?",
             "How much of the joint model the proposals of highest energy get, mean over prefixes."
-            " On the dotted line all count the same. An energy that only demotes the worst leaves"
-            " it at the left and then rises evenly; one that promotes a few rises at the right.",
+            " On the dotted line all count the same. Flat at the left: so many are demoted to"
+            " nothing. Steep at the right: so few have most of it.",
             self._made_of,
             draw,
         )

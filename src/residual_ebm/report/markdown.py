@@ -30,7 +30,7 @@ from residual_ebm.report.rows import (
 )
 from residual_ebm.report.story import verdict
 from residual_ebm.report.strength_table import HEADINGS as STRENGTH_HEADINGS
-from residual_ebm.report.strength_table import strength_rows, strength_text
+from residual_ebm.report.strength_table import strength
 
 
 def markdown_report(runs: list[Run], figures: dict[str, Path]) -> str:
@@ -70,9 +70,9 @@ def _section(run: Run, figures: Path) -> list[str]:
     detection = detection_rows(results)
     if detection:
         lines += ["", *_table(DETECTION_HEADINGS, detection)]
-    strength = strength_rows(results, run.analysis)
-    if strength:
-        lines += ["", *_table(STRENGTH_HEADINGS, strength), "", plain(strength_text(results))]
+    found = strength(results, run.analysis)
+    if found is not None:
+        lines += ["", *_table(STRENGTH_HEADINGS, found.rows), "", plain(found.text)]
     lines += ["", "## Figures"]
     for figure in run.figures:
         image = (figures / f"{figure.name}.svg").as_posix()

@@ -36,7 +36,7 @@ from residual_ebm.report.rows import (
 from residual_ebm.report.run_figure import RunFigure
 from residual_ebm.report.story import Piece, compare_texts, verdict
 from residual_ebm.report.strength_table import HEADINGS as STRENGTH_HEADINGS
-from residual_ebm.report.strength_table import strength_rows, strength_text
+from residual_ebm.report.strength_table import strength
 
 _SHOWN_TOKENS = 5
 _ROLES = {
@@ -109,8 +109,7 @@ def _view(run: Run, identity: str) -> dict[str, Any]:
         "verdict": verdict(results),
         "summary": summary_cells(results),
         "detection": detection_rows(results),
-        "strength": strength_rows(results, run.analysis),
-        "strength_text": strength_text(results),
+        "strength": strength(results, run.analysis),
         "headings": HEADINGS,
         "rows": table_rows(results),
         "caption": caption_text(results),

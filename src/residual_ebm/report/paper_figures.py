@@ -8,7 +8,7 @@ from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 from residual_ebm.report.figures import run_figures
-from residual_ebm.report.rows import base_perplexity, best_row, share_interval_text
+from residual_ebm.report.rows import base_perplexity, best_row
 from residual_ebm.report.run_figure import RunFigure
 
 _OFF = 0.02  # of the true perplexity: more than this is not right any more
@@ -252,17 +252,20 @@ def _density(found: dict[str, Any], model: str) -> str:
 
 
 def _reweighting(energies: dict[str, dict[str, Any]]) -> str:
-    """Whether more than half of the proposals are promoted, where the interval decides it."""
+    """Which of the two gains more by itself, where the interval of the difference decides it."""
     kinds: dict[str, list[str]] = {}
     for name, entry in energies.items():
-        low, high = (entry["weights"]["promoted_interval"][side] for side in ("low", "high"))
-        if low is None or low <= 0.5 <= high:
-            kind = "undecided"
-        else:
-            kind = "a few are promoted" if high < 0.5 else "the worst are demoted"
-        kinds.setdefault(kind, []).append(f"{name} {share_interval_text(entry['weights'])}")
+        gains = entry["weights"]["gains"]
+        low, high = (gains["demoting_minus_promoting"][side] for side in ("low", "high"))
+        kind = "undecided"
+        if low is not None and not low <= 0 <= high:
+            kind = f"{'demoting' if low > 0 else 'promoting'} alone gains more"
+        kinds.setdefault(kind, []).append(
+            f"{name} {gains['demoting']:+.2f} and {gains['promoting']:+.2f} of {gains['both']:+.2f}"
+        )
     found = "; ".join(f"{kind}: {', '.join(rows)}" for kind, rows in kinds.items())
     return (
-        "The paper supposes that mostly the worst samples are weighed down; then more than half of"
-        f" them would weigh more than the average. Here so many do, and so {found}."
+        "The paper supposes that mostly the worst samples are weighed down. Gains of what is"
+        " resampled in nats a passage, by demoting alone (weights above their mean cut down to it)"
+        f" and by promoting alone (those below lifted to it), of both together: {found}."
     )

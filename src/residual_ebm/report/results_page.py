@@ -31,7 +31,7 @@ from residual_ebm.report.rows import (
     signed_text,
 )
 from residual_ebm.report.strength_table import HEADINGS as STRENGTH_HEADINGS
-from residual_ebm.report.strength_table import strength_rows, strength_text
+from residual_ebm.report.strength_table import strength
 
 _COLUMNS = (
     "model",
@@ -137,16 +137,16 @@ def _order(results: dict[str, Any]) -> list[str]:
 
 def _strength(results: dict[str, Any], analysis: dict[str, Any] | None) -> list[str]:
     """Energies of several language models side by side."""
-    rows = strength_rows(results, analysis)
-    if not rows:
+    found = strength(results, analysis)
+    if found is None:
         return []
     return [
         "",
-        strength_text(results),
+        found.text,
         "",
         "| " + " | ".join(STRENGTH_HEADINGS) + " |",
         "| --- |" + " ---: |" * (len(STRENGTH_HEADINGS) - 1),
-        *("| " + " | ".join(line) + " |" for line in rows),
+        *("| " + " | ".join(line) + " |" for line in found.rows),
     ]
 
 

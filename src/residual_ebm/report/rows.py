@@ -236,13 +236,6 @@ def gap_interval_text(test: dict[str, Any]) -> str:
     return f"{test['gap']:+.2f} ({signed_text(test['gap_interval'])})"
 
 
-def share_interval_text(weights: dict[str, Any]) -> str:
-    """The share of proposals that an energy promotes, with its interval."""
-    low, high = (weights["promoted_interval"][side] for side in ("low", "high"))
-    shown = "one document" if low is None else f"{low:.1%} to {high:.1%}"
-    return f"{weights['promoted']:.1%} ({shown})"
-
-
 def items_seen(row: dict[str, Any], config: dict[str, Any]) -> int:
     """Items that a training saw: steps until its last validation, times the batch size."""
     validations = row["training"].get("validations")

@@ -3,81 +3,87 @@
 Gains are of what is resampled, which can be quoted whatever the flags.
 """
 
-import itertools
+import math
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 from residual_ebm.report.rows import (
     base_perplexity,
     count_text,
     effective_text,
-    gap_interval_text,
     items_seen,
+    marked_name,
     number_text,
-    share_interval_text,
+    signed_text,
 )
 
 HEADINGS = (
     "language model",
     "tokens read",
-    "test",
-    "energy",
+    "its perplexity",
+    "",
     "NCE accuracy",
     "resampled",
-    "gain",
-    "nats a passage, at least",
+    "nats a passage",
+    "95 %",
+    "demoting alone",
+    "promoting alone",
     "ESS",
-    "promoted",
+    "text outweighs all",
 )
 
 
-def strength_rows(results: dict[str, Any], analysis: dict[str, Any] | None) -> list[Sequence[str]]:
-    """A line for each energy, from the weakest language model to the strongest; none where all
-    energies correct the same one."""
-    rows = _by_strength(results)
-    recipe = results["resolved_recipe"]
-    models = {row["name"]: row for row in results["language_models"]}
-    configs = {entry["name"]: entry for entry in recipe["language_models"]}
-    lines: list[Sequence[str]] = []
-    for row in rows:
-        name, test = row["language_model"], row["test"]
-        base = base_perplexity(results, row)
-        seen = items_seen(models[name], configs[name]) * recipe["block"]["length"]
-        weights = (analysis or {}).get("energies", {}).get(row["energy"], {}).get("weights", {})
-        lines.append(
-            (
-                name,
-                count_text(seen) if seen else "",
-                number_text(base),
-                row["energy"],
-                f"{_accuracy(row):.1%}",
-                number_text(test["resampled"]),
-                f"{1 - test['resampled'] / base:.1%}",
-                gap_interval_text(test),
-                effective_text(test),
-                share_interval_text(weights) if "promoted" in weights else "",
-            )
-        )
-    return lines
+class Strength(NamedTuple):
+    rows: list[Sequence[str]]  # from the weakest language model to the strongest
+    text: str
 
 
-def strength_text(results: dict[str, Any]) -> str:
-    """What the paper expects of weak language models, and what was found."""
+def strength(results: dict[str, Any], analysis: dict[str, Any] | None) -> Strength | None:
+    """A line for each energy; None where all of them correct the same language model."""
     rows = _by_strength(results)
-    accuracy = _trend([_accuracy(row) for row in rows])
-    effective = _trend([float(row["test"]["median_effective_sample_size"]) for row in rows])
-    gain = _trend([float(row["test"]["gap"]) for row in rows])
+    if not rows:
+        return None
+    analysed = (analysis or {}).get("energies", {})
+    lines = [_line(results, row, analysed.get(row["energy"], {})) for row in rows]
+    most = math.log(results["num_samples"] + 1)
+    text = (
+        "The paper expects that on a poor language model an energy has an easy task and search is"
+        " inefficient, since the text is hardly within reach. NCE accuracy: on validation."
+        " Resampled, and nats a passage by it: what an energy gains at"
+        f" n = {results['num_samples']}, at least; it cannot be more than log(n + 1) = {most:.2f}."
+        " Demoting, promoting alone: the same with weights above, below their mean set to it. Text"
+        " outweighs all: for so many prefixes the real continuation has a larger weight than every"
+        f" proposal. {_ends(rows)}"
+    )
+    return Strength(lines, text)
+
+
+def _line(results: dict[str, Any], row: dict[str, Any], analysed: dict[str, Any]) -> Sequence[str]:
+    recipe, name, test = results["resolved_recipe"], row["language_model"], row["test"]
+    model = next(one for one in results["language_models"] if one["name"] == name)
+    config = next(one for one in recipe["language_models"] if one["name"] == name)
+    seen = items_seen(model, config) * recipe["block"]["length"]
+    base = base_perplexity(results, row)
+    accuracy = _accuracy(row)
+    gains = analysed.get("weights", {}).get("gains", {})
     return (
-        "The paper expects that on a poor language model the energy has an easy task and resampling"
-        " is inefficient. From the weakest to the strongest here: NCE accuracy on validation"
-        f" {accuracy}, the effective sample size {effective}, the gain in nats {gain}. Promoted:"
-        " the share of proposals that weigh more than the average, 95 % over documents; above 50 %"
-        " where an energy mostly demotes the worst, as the paper supposes, below where it promotes"
-        " a few."
+        name,
+        count_text(seen) if seen else "",
+        number_text(base),
+        marked_name(row),
+        "" if accuracy is None else f"{accuracy:.1%}",
+        f"{number_text(test['resampled'])} ({1 - test['resampled'] / base:.1%})",
+        f"{test['gap']:+.2f}",
+        signed_text(test["gap_interval"]),
+        f"{gains['demoting']:+.2f}" if gains else "",
+        f"{gains['promoting']:+.2f}" if gains else "",
+        effective_text(test),
+        f"{test['share_outweighed']:.0%}",
     )
 
 
 def _by_strength(results: dict[str, Any]) -> list[dict[str, Any]]:
+    """Energies that were trained, not sums or scaled ones."""
     energies = {entry["name"] for entry in results["resolved_recipe"]["energies"]}
     rows = [
         row
@@ -89,12 +95,23 @@ def _by_strength(results: dict[str, Any]) -> list[dict[str, Any]]:
     return sorted(rows, key=lambda row: -base_perplexity(results, row))
 
 
-def _accuracy(row: dict[str, Any]) -> float:
-    return float(row["training"]["detection"]["validation"]["accuracy"])
+def _accuracy(row: dict[str, Any]) -> float | None:
+    """None for an energy of before this was kept."""
+    detection = row["training"].get("detection")
+    return float(detection["validation"]["accuracy"]) if detection else None
 
 
-def _trend(values: Sequence[float]) -> str:
-    steps = [later - earlier for earlier, later in itertools.pairwise(values)]
-    if all(step < 0 for step in steps):
-        return "falls throughout"
-    return "rises throughout" if all(step > 0 for step in steps) else "goes both ways"
+def _ends(rows: Sequence[dict[str, Any]]) -> str:
+    """The gain on the weakest beside that on the strongest; certain where intervals lie apart."""
+    weak, strong = (row["test"] for row in (rows[0], rows[-1]))
+    weakest, strongest = (test["gap_interval"] for test in (weak, strong))
+    relation = "whether it is larger on the one or the other is undecided"
+    if None not in (*weakest.values(), *strongest.values()):
+        if weakest["low"] > strongest["high"]:
+            relation = "it is larger on the weaker one, their intervals lie apart"
+        elif weakest["high"] < strongest["low"]:
+            relation = "it is larger on the stronger one, their intervals lie apart"
+    return (
+        f"The gain is {weak['gap']:+.2f} nats on the weakest and {strong['gap']:+.2f} on the"
+        f" strongest; {relation}."
+    )

@@ -23,7 +23,7 @@ from residual_ebm.estimation.nce import nce_accuracy
 from residual_ebm.estimation.partition import log_partition_bounds
 from residual_ebm.estimation.perplexity import bounds_at_count, joint_log_prob
 from residual_ebm.estimation.repetition import count_ngrams, unique_among, unique_within
-from residual_ebm.estimation.reweighting import reweighting
+from residual_ebm.estimation.reweighting import mass_curve, split_gains
 from residual_ebm.files.log_weights import RealContinuations
 from residual_ebm.files.run_directory import ANALYSIS_VERSION, RunDirectory
 from residual_ebm.files.samples import SampleRows, pick_rows
@@ -194,18 +194,23 @@ def _deep(recipe: Recipe, run_dir: RunDirectory, energy: str) -> dict[str, Any] 
 def _weights(
     recipe: Recipe, real: RealContinuations, log_weights: list[np.ndarray]
 ) -> dict[str, Any]:
-    """How samples of P_LM are re-weighted: are a few promoted, or the worst demoted? `quantiles`
-    are of log(w / Z)."""
+    """How samples of P_LM are re-weighted: are a few promoted, or the worst demoted? Gains are in
+    nats a passage, `quantiles` of log(w / Z)."""
+    gains = split_gains(log_weights, real.log_weight_P)
+    curve = mass_curve(log_weights, _MASS_POINTS)
     normalised_M = np.concatenate(
         [values - np.logaddexp.reduce(values) + np.log(len(values)) for values in log_weights]
     )
-    found = reweighting(log_weights, _MASS_POINTS)
     return {
-        "promoted": found.promoted_P.mean(),
-        "promoted_interval": bootstrap_mean(
-            found.promoted_P, real.document_P, **resampling(recipe)
-        ),
-        "curve": {"share": found.share_K, "mass": found.mass_K},
+        "gains": {
+            "both": gains.both_P.mean(),
+            "demoting": gains.demoting_P.mean(),
+            "promoting": gains.promoting_P.mean(),
+            "demoting_minus_promoting": bootstrap_mean(
+                gains.demoting_P - gains.promoting_P, real.document_P, **resampling(recipe)
+            ),
+        },
+        "curve": {"share": curve.share_K, "mass": curve.mass_K},
         "quantiles": [
             {"share": share, "log_weight": value}
             for share, value in zip(_QUANTILES, np.quantile(normalised_M, _QUANTILES), strict=True)
