@@ -96,6 +96,19 @@ def test_rows_are_known_by_what_they_are(results: dict[str, Any]) -> None:
     assert "joint star" in line_of(results, "BiT* below BALM")
 
 
+def test_parameters_stand_beside_each_row(results: dict[str, Any]) -> None:
+    """An order says little of models whose sizes differ."""
+    for row in [*results["language_models"], *results["joint_models"]]:
+        row["parameters"] = {"balm": 30_500_000, "joint bit": 10_600_000}.get(row["name"], 2_000)
+    here = line_of(results, "BiT below BALM").split(" | ")[2]
+    bit, balm = here.split(", ")
+    assert bit.startswith("joint bit ")
+    assert bit.endswith(" (10.6 M)")
+    assert balm.startswith("balm ")
+    assert balm.endswith(" (30.5 M)")
+    assert line_of(results, "UniT below base").split(" | ")[2].endswith(" (2.0 k)")
+
+
 def test_the_verdict_follows_from_the_interval(results: dict[str, Any]) -> None:
     decide(results, "joint bit", "joint unit", BELOW)
     decide(results, "joint unit", "ralm", ABOVE)

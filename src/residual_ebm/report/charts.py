@@ -44,8 +44,8 @@ def new_chart(width: float = 4.6, height: float = 3.2, columns: int = 1) -> tupl
 def plot_curve(axes: Axes, points: list[tuple[float, float]], label: str, **options: Any) -> None:
     """A line, or a dot where there is one point."""
     x, y = zip(*points, strict=True)
-    line = {"linestyle": "-" if len(points) > 1 else "none", **options}
-    axes.plot(x, y, marker="o", markersize=3, label=label, **line)
+    line = {"linestyle": "-" if len(points) > 1 else "none", "marker": "o", **options}
+    axes.plot(x, y, markersize=3, label=label, **line)
 
 
 def add_legend(axes: Axes, loc: Literal["best", "lower right", "upper left"] = "best") -> None:

@@ -5,7 +5,7 @@ Every figure is drawn from `results.json` and `analysis.json` alone.
 
 import functools
 import math
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from typing import Any
 
 from matplotlib.axes import Axes
@@ -151,15 +151,15 @@ class Made:
         )
 
     def roc(self) -> RunFigure:
+        curves = {}
+        for name, entry in self._energies.items():
+            found = entry["detector"]
+            label = f"{name}, AUC {found['auc']:.3f}, accuracy {found['accuracy']:.1%}"
+            curve = found["roc"]
+            curves[label] = list(zip(curve["false_positive"], curve["true_positive"], strict=True))
+
         def draw(axes: Axes) -> None:
-            for colour, (name, entry) in zip(colours(), self._energies.items(), strict=False):
-                curve = entry["detector"]["roc"]
-                detector = entry["detector"]
-                label = f"{name}, AUC {detector['auc']:.3f}, accuracy {detector['accuracy']:.1%}"
-                axes.plot(
-                    curve["false_positive"], curve["true_positive"], color=colour, label=label
-                )
-            axes.plot([0, 1], [0, 1], **GUIDE)
+            _draw_over_diagonal(axes, curves, marker="")
             axes.set_xlabel("samples taken for real text")
             axes.set_ylabel("real text recognised")
             add_legend(axes, "lower right")
@@ -174,12 +174,15 @@ class Made:
         )
 
     def calibration(self) -> RunFigure:
+        curves = {}
+        for name, entry in self._energies.items():
+            found = entry["detector"]["calibration"]
+            curves[f"{name}, off by {found['error']:.3f}"] = [
+                (one["predicted"], one["observed"]) for one in found["bins"]
+            ]
+
         def draw(axes: Axes) -> None:
-            for colour, (name, entry) in zip(colours(), self._energies.items(), strict=False):
-                found = entry["detector"]["calibration"]
-                points = [(one["predicted"], one["observed"]) for one in found["bins"]]
-                plot_curve(axes, points, f"{name}, off by {found['error']:.3f}", color=colour)
-            axes.plot([0, 1], [0, 1], **GUIDE)
+            _draw_over_diagonal(axes, curves)
             axes.set_xlabel("probability of being real, says the energy")
             axes.set_ylabel("share that is real")
             add_legend(axes, "upper left")
@@ -212,18 +215,17 @@ class Made:
         )
 
     def reweighting(self) -> Iterator[RunFigure]:
+        found = {name: entry["weights"].get("curve") for name, entry in self._energies.items()}
         curves = {
-            name: entry["weights"]["curve"]
-            for name, entry in self._energies.items()
-            if "curve" in entry["weights"]  # older analyses have none
+            name: list(zip(curve["share"], curve["mass"], strict=True))
+            for name, curve in found.items()
+            if curve is not None  # older analyses have none
         }
         if not curves:
             return
 
         def draw(axes: Axes) -> None:
-            for colour, (name, curve) in zip(colours(), curves.items(), strict=False):
-                axes.plot(curve["share"], curve["mass"], color=colour, label=name)
-            axes.plot([0, 1], [0, 1], **GUIDE)
+            _draw_over_diagonal(axes, curves, marker="")
             axes.set_xlabel("share of proposals, those of highest energy first")
             axes.set_ylabel("share of the joint model")
             add_legend(axes, "upper left")
@@ -237,6 +239,14 @@ class Made:
             self._made_of,
             draw,
         )
+
+
+def _draw_over_diagonal(
+    axes: Axes, curves: Mapping[str, list[tuple[float, float]]], **options: Any
+) -> None:
+    for colour, (label, points) in zip(colours(), curves.items(), strict=False):
+        plot_curve(axes, points, label, color=colour, **options)
+    axes.plot([0, 1], [0, 1], **GUIDE)
 
 
 def _draw_bounds(

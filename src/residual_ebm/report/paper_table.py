@@ -11,12 +11,13 @@ from typing import Any, NamedTuple
 from residual_ebm.report.rows import (
     best_row,
     bounds_text,
+    count_text,
     flagged_models,
     number_text,
     signed_text,
 )
 
-HEADINGS = ("the paper", "there", "here", "difference, 95 %", "")
+HEADINGS = ("the paper", "there", "here (parameters)", "difference, 95 %", "")
 
 # Test perplexities on CC-News with 12 layers, from the highest to the lowest.
 _PAPER = {
@@ -31,7 +32,12 @@ _PAPER = {
 
 class _Row(NamedTuple):
     name: str
-    shown: str
+    perplexity: str
+    parameters: int
+
+    @property
+    def shown(self) -> str:
+        return f"{self.name} {self.perplexity} ({count_text(self.parameters)})"
 
 
 def order_of_rows(results: dict[str, Any]) -> list[Sequence[str]]:
@@ -48,7 +54,7 @@ def order_of_rows(results: dict[str, Any]) -> list[Sequence[str]]:
                 interval = _difference(comparisons, one.name, other.name)
                 if interval is not None:
                     there = f"{_PAPER[lower]} and {_PAPER[higher]}"
-                    here = f"{one.name} {one.shown}, {other.name} {other.shown}"
+                    here = f"{one.shown}, {other.shown}"
                     found = comparisons.get((one.name, other.name), {})
                     resampled = found.get("resampled_difference")
                     lines.append(
@@ -109,8 +115,8 @@ def _roles(results: dict[str, Any]) -> dict[str, list[_Row]]:
         elif row["parameters"] > base["parameters"]:
             role = "BALM"
         if role is not None:
-            shown = number_text(row["test"]["value"])
-            roles.setdefault(role, []).append(_Row(row["name"], shown))
+            perplexity = number_text(row["test"]["value"])
+            roles.setdefault(role, []).append(_Row(row["name"], perplexity, row["parameters"]))
     energies = {entry["name"]: entry for entry in recipe["energies"]}
     for row in results["joint_models"]:
         config = energies.get(row["energy"])  # none: a sum, which the paper has not
@@ -119,5 +125,6 @@ def _roles(results: dict[str, Any]) -> dict[str, list[_Row]]:
             if role == "BiT" and str(config["source"]).partition(":")[0] != "encoder":
                 role = "BiT*"
             if role is not None:
-                roles.setdefault(role, []).append(_Row(row["name"], bounds_text(row["test"])))
+                perplexity = bounds_text(row["test"])
+                roles.setdefault(role, []).append(_Row(row["name"], perplexity, row["parameters"]))
     return roles
