@@ -33,4 +33,17 @@ def test_flagged_weights_are_not_scaled_up(
         run_dir.results.unlink()
         monkeypatch.setattr(evaluate, "flags", lambda *_, found=found: list(found))
         evaluate.run(recipe, run_dir)
-        assert (max(scales()) > 1) == is_scaled_up
+        assert (max(scales(), default=0.0) > 1) == is_scaled_up
+
+
+@pytest.mark.parametrize(("fitted", "is_shown"), [(1.004, False), (0.996, False), (1.006, True)])
+def test_an_energy_scaled_by_one_is_no_second_row(
+    tiny_copy: Path, monkeypatch: pytest.MonkeyPatch, fitted: float, is_shown: bool
+) -> None:
+    run_dir = RunDirectory(tiny_copy)
+    run_dir.results.unlink()
+    monkeypatch.setattr(evaluate, "_fit_scale", lambda *_: fitted)
+    evaluate.run(run_dir.recipe(), run_dir)
+    rows = run_dir.read_results()["joint_models"]
+    assert [row["scaled"] for row in rows] == ([False, True] if is_shown else [False]) * 3
+    assert not any("x1.00" in row["name"] for row in rows)

@@ -202,7 +202,9 @@ def _energy_rows(
         as_trained = _joint_row(recipe, run_dir, config.name, "validation", 1.0)
         # Scaling up flagged weights would lower the estimate by flattering it further.
         largest = 1.0 if as_trained["flags"] else _LARGEST_SCALE
-        scales[True] = _fit_scale(*read_scored(run_dir, config.name, "validation"), largest)
+        fitted = _fit_scale(*read_scored(run_dir, config.name, "validation"), largest)
+        if round(fitted, 2) != 1:  # as named: the same row again would say nothing
+            scales[True] = fitted
     training = read_json(run_dir.energy(config.name) / "training.json")
     return [
         {
