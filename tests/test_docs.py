@@ -1,10 +1,13 @@
 """What the documents say must be so."""
 
+import itertools
 import json
 import re
 import shlex
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
+
+import pytest
 
 from residual_ebm.cli import build_parser
 from residual_ebm.command_help import command_help
@@ -24,6 +27,44 @@ def test_command_help_is_fresh() -> None:
     assert (ROOT / "docs" / "commands.md").read_text(encoding="utf-8") == command_help(), (
         "run `make docs`"
     )
+
+
+def test_the_small_table_cuts_every_training_down(tmp_path: Path) -> None:
+    """A row that the recipe gains must not make it as long as the whole table."""
+    text = (ROOT / "docs" / "recipes.md").read_text(encoding="utf-8")
+    lines = itertools.takewhile(
+        lambda line: not line or line.startswith("    "),
+        text[text.index("    name: small-table") :].splitlines(),
+    )
+    path = tmp_path / "small-table.yaml"
+    path.write_text("\n".join(line[4:] for line in lines), encoding="utf-8")
+    recipe = load_recipe(str(path))
+    trainings = [
+        *(entry.training for entry in recipe.language_models),
+        *(entry.training for entry in recipe.encoders),
+        *(entry.training for entry in recipe.energies),
+    ]
+    assert max(training.steps for training in trainings if training) <= 40
+
+
+@pytest.mark.parametrize(
+    ("name", "balm", "joint"),
+    [
+        ("table1-wiki", "balm", ("joint unit", "joint bit")),
+        ("table1-wiki", "balm-slow", ("joint unit", "joint bit")),
+        ("table1-wiki", "balm-30m", ("joint heat-bit-star",)),
+        ("table1-wiki-deep", "balm", ("joint unit", "joint bit")),
+    ],
+)
+def test_balm_is_as_large_as_what_it_is_compared_with(
+    name: str, balm: str, joint: Sequence[str]
+) -> None:
+    published = read_published(name)
+    assert published is not None
+    rows = [*published.results["language_models"], *published.results["joint_models"]]
+    parameters = {row["name"]: row["parameters"] for row in rows}
+    for other in joint:
+        assert parameters[balm] == pytest.approx(parameters[other], rel=0.03)
 
 
 def test_the_tree_has_a_line_for_every_file() -> None:

@@ -91,6 +91,32 @@ def test_learning_rates_that_were_tried_are_told(tiny: dict[str, Any]) -> None:
     assert "0.001 2.500, 0.01 lost; 0.001 was taken." in page
 
 
+def test_what_an_encoder_read_stands_before_what_its_energy_read(tiny: dict[str, Any]) -> None:
+    (encoder,) = tiny["encoders"]
+    (config,) = tiny["resolved_recipe"]["encoders"]
+    steps = encoder["training"]["validations"][-1]["step"]
+    tokens = steps * config["training"]["batch_size"] * tiny["block_length"]
+    encoder["training"]["trials"] = [{"learning_rate": 1e-3, "loss": 2.5}]
+    encoder["training"]["learning_rate"] = 1e-3
+    page = results_page({"tiny": Published(tiny, None)})
+    read = {row["energy"]: rows_of(page)[marked_name(row)][2] for row in tiny["joint_models"][::-1]}
+    assert read["bit"].startswith(f"{tokens / 1e3:.1f} k + ")
+    assert "+" not in read["unit"]
+    assert f"- {encoder['name']}: validation loss at each learning rate" in page
+    assert encoder["name"] in curves(tiny).decode()
+    del tiny["encoders"]  # as in older results
+    older = results_page({"tiny": Published(tiny, None)})
+    (bit,) = (row for row in tiny["joint_models"] if row["name"] == "joint bit")
+    assert rows_of(older)[marked_name(bit)][2] == read["bit"].split(" + ")[1]
+
+
+def test_what_was_pretrained_elsewhere_is_said_below_the_table(tiny: dict[str, Any]) -> None:
+    said = "asset:minilm-l6: pretrained elsewhere, perhaps on this very text."
+    assert said not in results_page({"tiny": Published(tiny, None)})
+    tiny["pretrained"] = ["asset:minilm-l6"]
+    assert f"\n\n{said}\n\n" in results_page({"tiny": Published(tiny, None)})
+
+
 def test_curves_are_repeatable_and_name_every_model(tiny: dict[str, Any]) -> None:
     drawn = curves(tiny)
     assert drawn == curves(tiny)
@@ -148,12 +174,15 @@ def test_what_is_said_of_figures_follows_from_the_numbers(
     for one in tiny["language_models"]:
         one["test"]["value"] = 10.0
     entry = analysis["energies"][row["energy"]]
-    entry["bounds"] = [
-        {"num_samples": 4, "lower": 6.0, "upper": 8.3},
-        {"num_samples": 8, "lower": 7.0, "upper": 8.1},
-        {"num_samples": 16, "lower": 7.5, "upper": 8.05},  # of 20: no half, they share samples
-        {"num_samples": 20, "lower": 7.5, "upper": 8.0},
-    ]
+    for one in analysis["energies"].values():
+        one["bounds"] = [
+            {"num_samples": 4, "lower": 6.0, "upper": 8.3, "resampled": 9.0},
+            {"num_samples": 8, "lower": 7.0, "upper": 8.1, "resampled": 8.8},
+            # Of 20: no half, they share samples.
+            {"num_samples": 16, "lower": 7.5, "upper": 8.05, "resampled": 8.6},
+            {"num_samples": 20, "lower": 7.5, "upper": 8.0, "resampled": 8.5},
+        ]
+    entry["bounds"][-1]["upper"] = 10.5  # above the language model: no gain to compare with
     for part, shares in zip(
         entry["repetition"], ((0.5, 0.6, 0.7), (0.6, 0.5, 0.7), (0.5, 0.8, 0.7)), strict=True
     ):
@@ -205,7 +234,11 @@ def test_what_is_said_of_figures_follows_from_the_numbers(
         }
         (figure_1,) = (m for m in paper_figures(tiny, analysis) if m.figure.name == "per-step")
         assert words in figure_1.comparison
-    assert "moves by -0.1000 from n = 8 to n = 20, 5.0% of the gain" in said["bounds"]
+    resampled = "resampled -0.3000 (20.0% of the gain)"
+    assert "twice the samples, n = 20 after 8, move the estimates by: " in said["bounds"]
+    for name in analysis["energies"]:
+        upper = "upper +2.4000" if name == best else "upper -0.1000 (5.0% of the gain)"
+        assert f" {name} {upper}, {resampled}" in said["bounds"]
     within = said["repetition-within"]
     assert "Here n = 2: base 50.0%, joint 60.0%, real 70.0%, n = 3: base 60.0%" in within
     assert within.endswith(
@@ -219,7 +252,8 @@ def test_what_is_said_of_figures_follows_from_the_numbers(
         " text (95 % of the difference -5.00 to -2.00)."
     )
     assert "6.20 nats under the joint model" in said["density-joint"]
-    entry["bounds"] = entry["bounds"][:1]
+    for one in analysis["energies"].values():
+        one["bounds"] = one["bounds"][:1]
     assert "too few samples" in paper_figures(tiny, analysis)[1].comparison
 
 

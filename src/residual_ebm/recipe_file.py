@@ -211,7 +211,12 @@ class Difference(NamedTuple):
         shown = [
             "..." if isinstance(side, dict | list) else repr(side) for side in (self.old, self.new)
         ]
-        return f"{'.'.join(self.place)} was {shown[0]}, now {shown[1]}"
+        key = ".".join(self.place)
+        if shown == ["None", "..."]:
+            return f"{key} was added"
+        if shown == ["...", "None"]:
+            return f"{key} was left out"
+        return f"{key} was {shown[0]}, now {shown[1]}"
 
 
 def differences(old: Recipe, new: Recipe) -> list[Difference]:

@@ -109,12 +109,41 @@ def test_parameters_stand_beside_each_row(results: dict[str, Any]) -> None:
     assert line_of(results, "UniT below base").split(" | ")[2].endswith(" (2.0 k)")
 
 
+@pytest.mark.parametrize(
+    ("parameters", "words"),
+    [
+        (1_000, "as many parameters"),
+        (1_029, "as many parameters"),
+        (972, "as many parameters"),
+        (1_060, "1.1 times the parameters"),
+        (2_600, "2.6 times the parameters"),
+    ],
+)
+def test_whether_a_balm_is_as_large_is_said(
+    results: dict[str, Any], parameters: int, words: str
+) -> None:
+    for row in [*results["language_models"], *results["joint_models"]]:
+        row["parameters"] = {"balm": 1_000, "joint bit": parameters}.get(row["name"], 10)
+    assert line_of(results, "BiT below BALM").endswith(f"; {words}")
+    assert "the parameters" not in line_of(results, "BiT below UniT")
+
+
+def test_a_sum_of_energies_stands_below_the_papers_rows(results: dict[str, Any]) -> None:
+    (bit,) = (row for row in results["joint_models"] if row["name"] == "joint bit")
+    results["joint_models"].append({**bit, "energy": "both", "name": "joint both"})
+    for other in ("base", "balm", "joint bit"):
+        results["comparisons"].append({"model": "joint both", "other": other, "difference": BELOW})
+    claims = [line[0] for line in order_of_rows(results) if line[0].startswith("a sum")]
+    assert claims == [f"a sum of energies below {higher}" for higher in ("base", "BALM", "BiT")]
+    assert line_of(results, "a sum of energies below base").split(" | ")[1] == ""
+
+
 def test_the_verdict_follows_from_the_interval(results: dict[str, Any]) -> None:
     decide(results, "joint bit", "joint unit", BELOW)
     decide(results, "joint unit", "ralm", ABOVE)
     assert line_of(results, "BiT below UniT").endswith("-2.00/-1.00 | so here")
     assert line_of(results, "UniT below RALM").endswith("+1.00/+2.00 | the other way round")
-    assert line_of(results, "BiT below BALM").endswith("-1.00/+1.00 | undecided")
+    assert "-1.00/+1.00 | undecided; " in line_of(results, "BiT below BALM")
     # Rows in another order: the difference is turned round.
     for one in results["comparisons"]:
         if (one["model"], one["other"]) == ("joint bit", "joint unit"):

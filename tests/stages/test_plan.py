@@ -44,7 +44,7 @@ def test_the_large_baseline_of_12_layers_does_not_add_up_in_the_paper() -> None:
 
 
 def test_costs_are_the_arithmetic_that_is_documented() -> None:
-    recipe = load_recipe("tiny")
+    recipe = load_recipe("tiny")  # float32 throughout
     planned = plan(recipe)
     rows = {row["name"]: row for row in planned["networks"]}
     base, config = rows["base"], recipe.language_models[0]
@@ -56,7 +56,7 @@ def test_costs_are_the_arithmetic_that_is_documented() -> None:
     tokens = config.training.steps * batch * length
     assert base["tokens"] == tokens
     assert base["flops"] == 3 * tokens * (2 * base["parameters"] + 4 * layers * length * width)
-    activations = batch * length * layers * width * (34 + 5 * heads * length / width)
+    activations = 2 * batch * length * layers * width * (34 + 5 * heads * length / width)
     assert base["memory_bytes"] == pytest.approx(16 * base["parameters"] + activations)
     assert rows["heat"]["frozen_parameters"] == base["parameters"]
     new = recipe.block.num_new_tokens
@@ -80,8 +80,20 @@ def test_costs_are_the_arithmetic_that_is_documented() -> None:
     assert drawn["tokens"] == drawn["blocks"] * new + prefixes * recipe.block.prefix_length
     total = sum(row["flops"] for row in [*planned["networks"], *planned["work"]])
     assert planned["flops"] == pytest.approx(total)
-    assert planned["device_hours"] == pytest.approx(total / (0.3 * 125e12 * 3600))
+    assert planned["device_hours"] == pytest.approx(total / (0.3 * 15.7e12 * 3600))
     assert planned["downloads"] == []
+
+
+def test_float32_costs_hours_and_memory() -> None:
+    """The paper trained its language models in single precision, eight times as slow on a V100."""
+    half = plan(load_recipe("tiny", ["language_models.base.training.precision=bfloat16"]))
+    single = plan(load_recipe("tiny", ["language_models.base.training.precision=float32"]))
+    base, same = single["networks"][0], half["networks"][0]
+    assert base["flops"] == same["flops"]
+    slower = base["flops"] / (0.3 * 3600) * (1 / 15.7e12 - 1 / 125e12)
+    assert single["device_hours"] == pytest.approx(half["device_hours"] + slower)
+    weights = 16 * base["parameters"]
+    assert base["memory_bytes"] - weights == pytest.approx(2 * (same["memory_bytes"] - weights))
 
 
 def test_a_residual_counts_the_model_below_it() -> None:

@@ -52,7 +52,7 @@ def paper_figures(results: dict[str, Any], analysis: dict[str, Any] | None) -> l
         "per-step": ("Figure 1", lambda: _per_step(analysis["per_step"])),
         "bounds": (
             "Figure 2, left",
-            lambda: _bounds(entry["bounds"], base_perplexity(results, row)),
+            lambda: _bounds(results, analysis["energies"]),
         ),
         "bounds-deep": ("Figure 2, left, further", lambda: _deep(analysis["energies"])),
         "repetition-within": (
@@ -167,19 +167,40 @@ def _shrinks(trend: dict[str, Any] | None) -> str:
     )
 
 
-def _bounds(rows: Sequence[dict[str, Any]], base: float) -> str:
+def _bounds(results: dict[str, Any], energies: dict[str, dict[str, Any]]) -> str:
+    """How far twice the samples move each energy's estimates, beside its gain."""
     paper = "In the paper the upper estimate is very stable beyond 20,000 samples."
+    rows = next(iter(energies.values()))["bounds"]
     if len(rows) < 2 or 2 * rows[0]["num_samples"] > rows[-1]["num_samples"]:
         return f"{paper} Here there are too few samples to say."
-    whole = rows[-1]
-    # Subsets of half the samples are disjoint; of more than half they would share samples.
-    half = [row for row in rows if row["num_samples"] <= whole["num_samples"] // 2][-1]
-    moved, gain = whole["upper"] - half["upper"], base - whole["upper"]
-    share = f", {abs(moved) / gain:.1%} of the gain" if gain > 0 else ""
+    said = []
+    for row in results["joint_models"]:
+        if row["scaled"] or row["energy"] not in energies:
+            continue
+        half, whole = _halves(energies[row["energy"]]["bounds"])
+        moves = (
+            f"{words} {_moved(half[key], whole[key], base_perplexity(results, row))}"
+            for key, words in (("upper", "upper"), ("resampled", "resampled"))
+            if key in whole  # older analyses have no resampled one
+        )
+        said.append(f"{row['energy']} {', '.join(moves)}")
+    half, whole = _halves(rows)
     return (
-        f"{paper} Here it moves by {moved:+.4f} from n = {half['num_samples']} to"
-        f" n = {whole['num_samples']}{share}."
+        f"{paper} Here twice the samples, n = {whole['num_samples']} after"
+        f" {half['num_samples']}, move the estimates by: {'; '.join(said)}."
     )
+
+
+def _halves(rows: Sequence[dict[str, Any]]) -> tuple[dict[str, Any], dict[str, Any]]:
+    """Subsets of half the samples are disjoint; of more than half they would share samples."""
+    whole = rows[-1]
+    return [row for row in rows if row["num_samples"] <= whole["num_samples"] // 2][-1], whole
+
+
+def _moved(half: float, whole: float, base: float) -> str:
+    gain = base - whole
+    share = f" ({abs(whole - half) / gain:.1%} of the gain)" if gain > 0 else ""
+    return f"{whole - half:+.4f}{share}"
 
 
 def _deep(energies: dict[str, dict[str, Any]]) -> str:

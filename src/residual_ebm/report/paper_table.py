@@ -28,6 +28,8 @@ _PAPER = {
     "BiT": "14.61-14.64",
     "BiT*": "14.37-14.42",
 }
+_SUM = "a sum of energies"  # not in the paper
+_EQUAL = 0.03  # parameters that differ by less are as many
 
 
 class _Row(NamedTuple):
@@ -48,12 +50,12 @@ def order_of_rows(results: dict[str, Any]) -> list[Sequence[str]]:
     }
     flagged = flagged_models(results)
     lines: list[Sequence[str]] = []
-    for higher, lower in itertools.combinations(_PAPER, 2):
+    for higher, lower in itertools.combinations((*_PAPER, _SUM), 2):
         for one in roles.get(lower, []):
             for other in roles.get(higher, []):
                 interval = _difference(comparisons, one.name, other.name)
                 if interval is not None:
-                    there = f"{_PAPER[lower]} and {_PAPER[higher]}"
+                    there = f"{_PAPER[lower]} and {_PAPER[higher]}" if lower in _PAPER else ""
                     here = f"{one.shown}, {other.shown}"
                     found = comparisons.get((one.name, other.name), {})
                     resampled = found.get("resampled_difference")
@@ -63,10 +65,19 @@ def order_of_rows(results: dict[str, Any]) -> list[Sequence[str]]:
                             there,
                             here,
                             signed_text(interval),
-                            _agreement(interval, bool(flagged & {one.name, other.name}), resampled),
+                            _agreement(interval, bool(flagged & {one.name, other.name}), resampled)
+                            + (_sizes(one, other) if "BALM" in (higher, lower) else ""),
                         )
                     )
     return lines
+
+
+def _sizes(one: _Row, other: _Row) -> str:
+    """BALM is to show what as many parameters do in one model: whether these are as many."""
+    ratio = one.parameters / other.parameters
+    if abs(ratio - 1) <= _EQUAL:
+        return "; as many parameters"
+    return f"; {ratio:.1f} times the parameters"
 
 
 def _difference(
@@ -119,9 +130,9 @@ def _roles(results: dict[str, Any]) -> dict[str, list[_Row]]:
             roles.setdefault(role, []).append(_Row(row["name"], perplexity, row["parameters"]))
     energies = {entry["name"]: entry for entry in recipe["energies"]}
     for row in results["joint_models"]:
-        config = energies.get(row["energy"])  # none: a sum, which the paper has not
-        if config and not row["scaled"] and row["language_model"] == base["name"]:
-            role = {"unit": "UniT", "bit": "BiT"}.get(config["kind"])
+        if not row["scaled"] and row["language_model"] == base["name"]:
+            config = energies.get(row["energy"], {"kind": "sum"})
+            role = {"unit": "UniT", "bit": "BiT", "sum": _SUM}.get(config["kind"])
             if role == "BiT" and str(config["source"]).partition(":")[0] != "encoder":
                 role = "BiT*"
             if role is not None:

@@ -29,8 +29,9 @@ def print_plan(plan: dict[str, Any], console: Console) -> None:
         "Parameters with + are frozen beside those that learn. Memory: weights, gradients, Adam and"
         " activations of a whole batch on one device.",
         f"In all {plan['flops']:.2g} FLOPs: {_duration(plan['device_hours'])} of one"
-        f" {plan['device']} at {plan['utilisation']:.0%} of its {plan['peak_flops'] / 1e12:.0f}"
-        " TFLOP/s.",
+        f" {plan['device']} at {plan['utilisation']:.0%} of its peak,"
+        f" {plan['peak_flops']['bfloat16'] / 1e12:g} TFLOP/s in half precision and"
+        f" {plan['peak_flops']['float32'] / 1e12:g} where a training asks for float32.",
         f"To be downloaded: {', '.join(plan['downloads']) or 'nothing'}.",
     ]
     for line in lines:

@@ -27,6 +27,7 @@ from residual_ebm.report.rows import (
     items_seen,
     marked_name,
     number_text,
+    pretrained_note,
     resampled_text,
     signed_text,
 )
@@ -58,8 +59,8 @@ def results_page(published: dict[str, Published]) -> str:
         " `rebm results RUN --json` printed for a run of the recipe of that name, and the run's"
         " `analysis.json`, which `rebm run` writes too.",
         "",
-        "*Tokens read*: by the network of the row while it trained, not by what it started from, in"
-        " tokens of the language model."
+        "*Tokens read*: by the network of the row while it trained, behind what the encoder read"
+        " that it started from, in tokens of the language model."
         " *Test*: perplexity; of joint models from the lower to the upper bound. *95 %*: bootstrap"
         " over documents. *Minus base*: the paired difference of the upper bound from the language"
         " model that the energy corrects, 95 %. *Gain*: how far the upper bound lies below that"
@@ -94,6 +95,7 @@ def _section(name: str, results: dict[str, Any]) -> list[str]:
         "| --- |" + " ---: |" * (len(_COLUMNS) - 1),
         *(_language_model_row(row, recipe) for row in results["language_models"]),
         *(_joint_row(row, results) for row in results["joint_models"]),
+        *(line for note in pretrained_note(results) for line in ("", note)),
         "",
         f"![Validation losses of {name}](results-{name}.svg)",
     ]
@@ -206,7 +208,7 @@ def _times(timings: dict[str, float]) -> str:
 def _trials(results: dict[str, Any]) -> list[str]:
     """Learning rates that were tried, each for a tenth of the steps."""
     lines = []
-    for row in [*results["language_models"], *results["joint_models"]]:
+    for row in [*_started_from(results), *results["joint_models"]]:
         trials = row["training"].get("trials") or []
         if trials and not row.get("scaled"):
             tried = ", ".join(
@@ -218,6 +220,14 @@ def _trials(results: dict[str, Any]) -> list[str]:
             lines += ["", f"- {row['name']}: validation loss at each learning rate after a tenth"]
             lines[-1] += f" of the steps: {tried}; {chosen:g} was taken."
     return lines
+
+
+def _encoders(results: dict[str, Any]) -> list[dict[str, Any]]:
+    return results.get("encoders", [])  # older results have none
+
+
+def _started_from(results: dict[str, Any]) -> list[dict[str, Any]]:
+    return [*results["language_models"], *_encoders(results)]
 
 
 def _language_model_row(row: dict[str, Any], recipe: dict[str, Any]) -> str:
@@ -235,14 +245,14 @@ def _language_model_row(row: dict[str, Any], recipe: dict[str, Any]) -> str:
 
 
 def _joint_row(row: dict[str, Any], results: dict[str, Any]) -> str:
-    recipe, test = results["resolved_recipe"], row["test"]
+    test = row["test"]
     base = next(
         entry for entry in results["language_models"] if entry["name"] == row["language_model"]
     )
     cells = [
         marked_name(row),
         count_text(row["parameters"]),
-        "" if row["scaled"] else _read_by_energy(row, recipe),
+        "" if row["scaled"] else _read_by_energy(row, results),
         bounds_text(row["validation"]),
         bounds_text(test),
         interval_text(test["published"]),
@@ -265,7 +275,8 @@ def _gain(upper: float | None, base: float | None) -> str:
     return "?" if upper is None or base is None else f"{1 - upper / base:.1%}"
 
 
-def _read_by_energy(row: dict[str, Any], recipe: dict[str, Any]) -> str:
+def _read_by_energy(row: dict[str, Any], results: dict[str, Any]) -> str:
+    recipe = results["resolved_recipe"]
     configs = [entry for entry in recipe["energies"] if entry["name"] == row["energy"]]
     if not configs:
         return ""  # a sum of others
@@ -274,13 +285,21 @@ def _read_by_energy(row: dict[str, Any], recipe: dict[str, Any]) -> str:
     blocks = 1 + config["negatives_per_positive"]
     # HeaT reads continuations alone, UniT a prefix once for all its blocks.
     read = {"heat": blocks * own, "unit": prefix + blocks * own, "bit": blocks * (prefix + own)}
-    return count_text(items_seen(row, config) * read[config["kind"]])
+    own_tokens = count_text(items_seen(row, config) * read[config["kind"]])
+    encoder = str(config["source"]).removeprefix("encoder:")
+    before = [
+        count_text(items_seen(entry, learnt) * block["length"])
+        for entry in _encoders(results)
+        for learnt in recipe["encoders"]
+        if entry["name"] == learnt["name"] == encoder
+    ]
+    return " + ".join([*before, own_tokens])
 
 
 def curves(results: dict[str, Any]) -> bytes:
-    """Validation losses by step, language models and energies apart."""
+    """Validation losses by step, energies apart from what they start from."""
     plain = [row for row in results["joint_models"] if not row["scaled"]]
-    groups = {"language models": results["language_models"], "energies": plain}
+    groups = {"language models, encoders": _started_from(results), "energies": plain}
     with style():
         figure, both = new_chart(9, 3.4, columns=2)
         for axes, (title, rows) in zip(both, groups.items(), strict=True):

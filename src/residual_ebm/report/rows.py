@@ -112,12 +112,16 @@ def caption_text(results: dict[str, Any]) -> str:
     )
 
 
+def pretrained_note(results: dict[str, Any]) -> list[str]:
+    """A reservation about every row in which something was learnt elsewhere."""
+    if not results["pretrained"]:
+        return []
+    return [f"{', '.join(results['pretrained'])}: pretrained elsewhere, perhaps on this very text."]
+
+
 def notes(results: dict[str, Any]) -> list[str]:
     """What a reader should know of the models before the numbers are quoted."""
-    found = []
-    if results["pretrained"]:
-        names = ", ".join(results["pretrained"])
-        found.append(f"{names}: pretrained elsewhere, perhaps on this very text.")
+    found = pretrained_note(results)
     for row in results["language_models"]:
         found.append(
             f"{row['name']}: perplexity {number_text(row['train']['value'])} on training text,"

@@ -86,6 +86,10 @@ def run(recipe: Recipe, run_dir: RunDirectory, progress: Progress = QUIET) -> No
         },
         "pretrained": _pretrained(recipe),
         "language_models": language_models,
+        "encoders": [
+            {"name": name, "training": read_json(run_dir.encoder(name) / "training.json")}
+            for name in (encoder.name for encoder in recipe.encoders)
+        ],
         "floor": {split: _floor(recipe, run_dir, split) for split in SPLITS},
         "joint_models": rows,
         "comparisons": _comparisons(recipe, run_dir, exact, plain),

@@ -4,7 +4,7 @@ Networks are built without weights, on torch's meta device, so their parameters 
 estimated. The rest is arithmetic: a product of a weight with a token is 2 FLOPs forward and 4
 backward, attention adds 4 L T d a token forward, and Adam in mixed precision keeps 16 bytes for a
 weight that learns. Activations follow Korthikanti et al. 2022: 34 + 5 a T / d bytes for each token,
-layer and unit of width. Hours are FLOPs at a share of a device's peak.
+layer and unit of width, twice that in float32. Hours are FLOPs at a share of a device's peak.
 """
 
 import math
@@ -22,6 +22,7 @@ from residual_ebm.config import (
     EnergyConfig,
     HeadConfig,
     LanguageModelConfig,
+    Precision,
     Recipe,
     TokenizerConfig,
     TrainingConfig,
@@ -34,8 +35,10 @@ from residual_ebm.stages.learning_rates import num_steps
 from residual_ebm.stages.training_run import build_architecture, build_model
 
 _BYTES_LEARNING, _BYTES_FROZEN = 16, 4
-# An NVIDIA V100, the paper's: peak of its mixed-precision units, and what training reaches of it.
-DEVICE, PEAK_FLOPS, UTILISATION = "V100", 125e12, 0.3
+# An NVIDIA V100, the paper's: its peak in half precision (float16 there) and in single, and what
+# training reaches of it.
+DEVICE, UTILISATION = "V100", 0.3
+PEAK_FLOPS: dict[Precision, float] = {"bfloat16": 125e12, "auto": 125e12, "float32": 15.7e12}
 
 
 @dataclass(frozen=True)
@@ -48,9 +51,10 @@ class _Network:
     def forward_flops(self, tokens: float, length: int) -> float:
         return tokens * (2 * self.parameters + 4 * self.layers * length * self.width)
 
-    def activation_bytes(self, batch_size: int, length: int) -> float:
+    def activation_bytes(self, batch_size: int, length: int, precision: Precision) -> float:
         by_unit = 34 + 5 * self.heads * length / self.width
-        return batch_size * length * self.layers * self.width * by_unit
+        units = batch_size * length * self.layers * self.width
+        return units * by_unit * (2 if precision == "float32" else 1)
 
 
 def plan(recipe: Recipe) -> dict[str, Any]:
@@ -86,7 +90,10 @@ class _Planner:
             "device": DEVICE,
             "peak_flops": PEAK_FLOPS,
             "utilisation": UTILISATION,
-            "device_hours": flops / (PEAK_FLOPS * UTILISATION) / 3600,
+            "device_hours": sum(
+                entry["flops"] / (PEAK_FLOPS[entry["precision"]] * UTILISATION) / 3600
+                for entry in [*rows, *work]
+            ),
             "downloads": self._downloads(),
         }
 
@@ -201,6 +208,7 @@ class _Planner:
         # A RALM's base reads what it reads; HeaT's language model has read it before.
         reading = 2.0 * frozen * tokens if kind == "lm" else 0.0
         memory = _BYTES_LEARNING * network.parameters + _BYTES_FROZEN * frozen
+        precision = training.precision if training else self._recipe.precision
         return {
             "name": name,
             "kind": kind,
@@ -209,7 +217,8 @@ class _Planner:
             "frozen_parameters": frozen,
             "tokens": tokens,
             "flops": learning + reading,
-            "memory_bytes": memory + network.activation_bytes(batch, self._length),
+            "precision": precision,
+            "memory_bytes": memory + network.activation_bytes(batch, self._length, precision),
         }
 
     def _sampling(self) -> list[dict[str, Any]]:
@@ -272,7 +281,13 @@ class _Planner:
         block = self._recipe.block
         tokens = blocks * block.num_new_tokens + shared * block.prefix_length
         flops = network.forward_flops(tokens, self._length)
-        return {"what": what, "blocks": blocks, "tokens": tokens, "flops": flops}
+        return {
+            "what": what,
+            "blocks": blocks,
+            "tokens": tokens,
+            "flops": flops,
+            "precision": self._recipe.precision,
+        }
 
     def _downloads(self) -> list[str]:
         recipe = self._recipe
