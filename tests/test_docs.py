@@ -52,6 +52,7 @@ def test_the_small_table_cuts_every_training_down(tmp_path: Path) -> None:
     [
         ("table1-wiki", "balm", ("joint unit", "joint bit")),
         ("table1-wiki", "balm-slow", ("joint unit", "joint bit")),
+        ("table1-wiki", "balm-wide", ("joint unit", "joint bit")),
         ("table1-wiki", "balm-30m", ("joint heat-bit-star",)),
         ("table1-wiki-deep", "balm", ("joint unit", "joint bit")),
     ],
