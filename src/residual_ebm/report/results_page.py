@@ -126,7 +126,8 @@ def _order(results: dict[str, Any]) -> list[str]:
     if order:
         lines += [
             "",
-            "The order of the paper's Table 1 (test perplexities on CC-News, 12 layers) and ours;"
+            "The order of the paper's Table 1 (test perplexities on CC-News, 12 layers; 24 layers)"
+            " and ours;"
             " differences are paired, over documents:",
             "",
             "| " + " | ".join(ORDER_HEADINGS) + " |",
