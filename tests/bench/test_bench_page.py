@@ -34,6 +34,7 @@ RESULTS: dict[str, Any] = {
             "rows": [row("ours", 3000.0), row("theirs", 1500.0), row("engine", None)],
             "sweep": [row("theirs, batch 16", 700.0), row("theirs, batch 32", None)],
             "ours_to": {"theirs": 2.0},
+            "products_to": {"ours": 1.25, "theirs": 2.5},
             "measured": MEASURED,
         },
         "evaluate": {
@@ -46,6 +47,7 @@ RESULTS: dict[str, Any] = {
             ],
             "sweep": [],
             "ours_to": {"ours, n = 1": 0.95},
+            "products_to": {},
             "time_at_many_to_few": 10.5,
             "time_with_heat_to_drawing": 1.05,
             "measured": MEASURED,
@@ -55,6 +57,7 @@ RESULTS: dict[str, Any] = {
             "rows": [],
             "sweep": [],
             "ours_to": {},
+            "products_to": {},
             "measured": {**MEASURED, "commit": None},
             "agreement": [
                 {
@@ -76,8 +79,8 @@ def test_the_page_holds_every_number(tmp_path: Path) -> None:
     path = tmp_path / "speed.md"
     write_page(RESULTS, path)
     page = path.read_text()
-    assert "| theirs | 1,500 | 2.00 x | 12.5 s | 3 MB |" in page
-    assert "| ours | 3,000 |  | 12.5 s | 3 MB |" in page
+    assert "| theirs | 1,500 | 2.00 x | 2.50 x | 12.5 s | 3 MB |" in page
+    assert "| ours | 3,000 |  | 1.25 x | 12.5 s | 3 MB |" in page
     assert "engine: not measured (not installed)." in page
     assert "- theirs, batch 16: 700 tokens/s" in page
     assert "- theirs, batch 32: not installed" in page

@@ -73,7 +73,11 @@ def test_a_benchmark_measures_us_and_what_it_names(setting: Setting, name: str) 
     assert ours["name"].startswith(OURS)
     for other, ratio in benchmark["ours_to"].items():
         assert ratio == pytest.approx(ours["rate"] / rows[other]["rate"])
-    assert (PRODUCTS in rows) == name.startswith("decode")
+    assert set(benchmark["products_to"]) == {
+        row_name for row_name, row in rows.items() if row["rate"] and row_name != PRODUCTS
+    }
+    for other, ratio in benchmark["products_to"].items():
+        assert ratio == pytest.approx(rows[PRODUCTS]["rate"] / rows[other]["rate"])
 
     output = io.StringIO()
     print_benchmarks(results, Console(file=output, width=120))
@@ -115,7 +119,7 @@ def test_what_cannot_be_compared_is_told_and_nothing_is_lost(setting: Setting) -
 
 
 def test_what_was_measured_before_stays(setting: Setting, monkeypatch: pytest.MonkeyPatch) -> None:
-    made = {"unit": "", "rows": [], "sweep": [], "ours_to": {}}
+    made = {"unit": "", "rows": [], "sweep": [], "ours_to": {}, "products_to": {}}
     for name in ("decode", "score"):
         monkeypatch.setitem(BENCHMARKS, name, lambda *_: made)
     seen: list[list[str]] = []

@@ -53,9 +53,9 @@ def test_the_first_token_sees_the_last(model_type: str, attention: str, tmp_path
 
 def test_what_reads_both_ways_shares_no_prefix() -> None:
     model = toys.causal_model("llama")
-    assert can_share_prefix(model)
+    assert can_share_prefix(model, 6)
     make_bidirectional(model)
-    assert not can_share_prefix(model)
+    assert not can_share_prefix(model, 6)
 
 
 def test_a_model_that_insists_on_its_mask_is_told() -> None:

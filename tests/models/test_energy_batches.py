@@ -3,6 +3,9 @@
 Shapes: B blocks, T tokens of a block.
 """
 
+import threading
+from typing import Any
+
 import pytest
 import torch
 import toys
@@ -79,6 +82,32 @@ def test_a_causal_energy_reads_a_prefix_once() -> None:
     ids_BT, _ = some_blocks("fixed")
     energy.energy(ids_BT[:15], batch_size=15)
     assert read == [(3, toys.PREFIX_LENGTH), (15, toys.NUM_NEW)]
+    read.clear()
+    energy.energy(ids_BT, batch_size=12)  # a batch of twelve would end within a prefix's five
+    groups = [(2, 10), (1, 5), (1, 2)]
+    own = [(blocks, toys.NUM_NEW) for _, blocks in groups]
+    assert read[1::2] == own
+    assert read[::2] == [(prefixes, toys.PREFIX_LENGTH) for prefixes, _ in groups]
+
+
+def test_the_next_blocks_are_encoded_while_the_network_works() -> None:
+    """Not after it: on a larger machine the network would wait for them."""
+    bridge = toys.trained_energy("bit_bpe")._bridge
+    assert bridge is not None
+    encode, begun = bridge.encode, [threading.Event() for _ in range(3)]
+    pieces = iter(begun)
+
+    def note(*blocks: Any) -> list[list[int]]:
+        next(pieces).set()
+        return encode(*blocks)
+
+    bridge.encode = note  # type: ignore[method-assign]
+    ids_BT = torch.full((3 * energy_batches._BATCHES_AT_ONCE, toys.BLOCK_LENGTH), 3)
+    batches = energy_batches.encoder_batches(bridge, ids_BT, None, 1, CPU)
+    next(batches)  # of the first piece, which the network would now read
+    assert begun[1].wait(10)
+    assert not begun[2].is_set()
+    assert len(list(batches)) == len(ids_BT) - 1
 
 
 def test_blocks_of_similar_length_share_a_batch() -> None:

@@ -79,7 +79,7 @@ def test_one_cache_serves_both_parts(base: str, residual: str) -> None:
 @pytest.mark.parametrize(("base", "residual"), PAIRS)
 def test_samples_follow_it(base: str, residual: str, mode: ContinuationMode) -> None:
     lm = LanguageModel(ralm(base, residual), toys.word_tokenizer(), "toy ralm")
-    assert can_share_prefix(lm.model) == (residual != "mistral")
+    assert can_share_prefix(lm.model, toys.BLOCK_LENGTH) == (residual != "mistral")
     every = toys.enumerate_continuations(lm, toys.prompt_ids(), toys.NUM_NEW, mode)
     samples = lm.sample(every.prefix_P, 4000, toys.NUM_NEW, seed=1, stop_at_end=mode == "until_end")
     assert toys.chi_square_p(every.counts(samples.ids_NT), every.log_prob_N.exp()) > 1e-3
@@ -162,10 +162,10 @@ def test_compiled_layers_of_both_parts_give_the_same(monkeypatch: pytest.MonkeyP
 
 def test_a_part_with_attention_of_its_own_keeps_its_prefix_to_itself() -> None:
     model = ralm()
-    assert can_share_prefix(model)
+    assert can_share_prefix(model, 6)
     type(model.residual)._supports_attention_backend = False
     try:
-        assert not can_share_prefix(model)
+        assert not can_share_prefix(model, 6)
     finally:
         type(model.residual)._supports_attention_backend = True
 

@@ -9,13 +9,21 @@ import toys
 from torch import Tensor
 from transformers import AutoConfig, AutoModelForCausalLM, DynamicCache, PreTrainedModel
 
-from residual_ebm.models.shared_prefix import AfterPrefix, can_share_prefix, forward_after_prefix
+from residual_ebm.models.shared_prefix import (
+    AfterPrefix,
+    can_share_prefix,
+    forward_after_prefix,
+    prefix_batches,
+)
 
-SHARING = ("llama", "gpt2", "gpt_neox", "qwen3", "qwen2", "gemma")
-NOT_SHARING = ("gemma3_text", "mistral")
+WINDOWED = ("gemma3_text", "mistral")
+SHARING = ("llama", "gpt2", "gpt_neox", "qwen3", "qwen2", "gemma", *WINDOWED)
+LENGTH = 11
 
 
-def model_of(model_type: str) -> PreTrainedModel:
+def model_of(model_type: str, window: int = LENGTH) -> PreTrainedModel:
+    if model_type in WINDOWED:
+        return toys.causal_model(model_type, sliding_window=window)
     if model_type in toys.ARCHITECTURES:
         return toys.causal_model(model_type)
     config = AutoConfig.for_model(
@@ -51,7 +59,7 @@ def rows(rows_per_prefix: list[int], prefix_length: int, num_own: int) -> Tensor
 @torch.inference_mode()
 def test_logits_equal_those_of_whole_rows(model_type: str, rows_per_prefix: list[int]) -> None:
     model = model_of(model_type)
-    assert can_share_prefix(model)
+    assert can_share_prefix(model, LENGTH)
     ids_NT = rows(rows_per_prefix, prefix_length=6, num_own=5)
     before = model.config._attn_implementation
     first_G1V, rest_NLV = forward_after_prefix(model, ids_NT, 6)
@@ -71,9 +79,39 @@ def test_a_prefix_alone_has_no_rest() -> None:
     assert only_G1V.shape == (1, 1, 7)
 
 
-@pytest.mark.parametrize("model_type", NOT_SHARING)
-def test_windows_do_not_share(model_type: str) -> None:
-    assert not can_share_prefix(model_of(model_type))
+@pytest.mark.parametrize("model_type", WINDOWED)
+@torch.inference_mode()
+def test_windows_shorter_than_a_passage_do_not_share(model_type: str) -> None:
+    model = model_of(model_type, window=LENGTH - 1)
+    assert can_share_prefix(model, LENGTH - 1)
+    assert not can_share_prefix(model, LENGTH)
+    # The last token alone does not see the first: with one more the window makes a difference.
+    ids_NT = rows([2], prefix_length=6, num_own=5)
+    (_, rest_NLV), whole_NTV = forward_after_prefix(model, ids_NT, 6), model(ids_NT).logits
+    torch.testing.assert_close(rest_NLV[:, :-1], whole_NTV[:, 6:-1], rtol=1e-4, atol=1e-4)
+    assert not torch.allclose(rest_NLV[:, -1], whole_NTV[:, -1], rtol=1e-3, atol=1e-3)
+
+
+@pytest.mark.parametrize(
+    ("counts", "batch_size", "sizes"),
+    [
+        ([5, 5, 5, 2], 10, [10, 5, 2]),
+        ([5, 5], 4, [4, 1, 4, 1]),
+        ([4, 4], 4, [4, 4]),
+        ([2, 2, 2, 3, 3], 5, [4, 2, 3, 3]),
+        ([1] * 5, 3, [3, 2]),
+        ([], 3, []),
+    ],
+    ids=str,
+)
+def test_no_batch_has_prefixes_with_more_rows_than_others(
+    counts: list[int], batch_size: int, sizes: list[int]
+) -> None:
+    numbers = torch.arange(len(counts)).repeat_interleave(torch.tensor(counts, dtype=torch.int64))
+    ids_NT = torch.stack([numbers, numbers, torch.arange(len(numbers))], dim=1)
+    batches = list(prefix_batches(ids_NT, 2, batch_size))
+    assert [batch.stop - batch.start for batch in batches] == sizes
+    assert torch.equal(torch.cat([ids_NT[:0], *(ids_NT[batch] for batch in batches)]), ids_NT)
 
 
 def test_a_failure_leaves_the_model_as_it_was() -> None:

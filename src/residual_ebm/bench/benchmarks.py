@@ -57,6 +57,7 @@ def _compare(
         long_turn=LONG_TURN,
     )
     ours = readings[0].rate
+    products = next((reading.rate for reading in readings if reading.name == PRODUCTS), None)
     return {
         "unit": unit,
         "rows": [reading_row(reading) for reading in readings],
@@ -65,6 +66,11 @@ def _compare(
             reading.name: ours / reading.rate
             for reading in readings[1:]
             if ours is not None and reading.rate is not None
+        },
+        "products_to": {
+            reading.name: products / reading.rate
+            for reading in readings
+            if products is not None and reading.rate is not None and reading.name != PRODUCTS
         },
     }
 
@@ -149,7 +155,7 @@ def _decode(bench: Bench, top_k: int | None = None) -> dict[str, Any]:
             _spec(OURS, "ours:draw", **ours, samples_per_prefix=setting.num_samples),
             _spec(
                 PRODUCTS,
-                "products:products",
+                "products:drawing",
                 **setting.take("model", "precision", "threads"),
                 num_rows=setting.num_samples,
             ),
@@ -185,7 +191,15 @@ def _negatives(bench: Bench) -> dict[str, Any]:
         ],
     )
     ours = _spec(OURS, "ours:draw", **common, num_prefixes=setting.num_prefixes)
-    return _compare("negatives", "tokens/s", [ours, best], bench, sweep)
+    products = _spec(
+        PRODUCTS,
+        "products:drawing",
+        **setting.take(
+            "model", "precision", "threads", "num_prefixes", "prefix_length", "num_tokens"
+        ),
+        num_rows=setting.num_prefixes * setting.samples_per_prefix,
+    )
+    return _compare("negatives", "tokens/s", [ours, products, best], bench, sweep)
 
 
 def _score(bench: Bench) -> dict[str, Any]:
@@ -211,25 +225,22 @@ def _score(bench: Bench) -> dict[str, Any]:
         )
         bests.append(best)
         sweep += swept
-    ours = _spec(
-        OURS,
-        "ours:score",
-        **common,
-        **setting.take("model", "precision"),
-        batch_size=64,
-    )
-    return _compare("score", "blocks/s", [ours, *bests], bench, sweep)
+    given = {**common, **setting.take("model", "precision")}
+    ours = _spec(OURS, "ours:score", **given, batch_size=64)
+    products = _spec(PRODUCTS, "products:scoring", **given)
+    return _compare("score", "blocks/s", [ours, products, *bests], bench, sweep)
 
 
 def _train(bench: Bench) -> dict[str, Any]:
     setting = bench.setting
-    common = {
+    batch = {
         **setting.take("architecture", "length", "threads"),
         "batch_size": setting.train_batch,
-        "steps": setting.train_steps,
     }
+    common = {**batch, "steps": setting.train_steps}
     specs = [
         _spec(OURS, "ours:train_lm", **common, precision=setting.precision),
+        _spec(PRODUCTS, "products:training_lm", **batch, precision=setting.precision),
         _spec("Trainer in float32", "peers:trainer_lm", **common, bf16=False),
         _spec("Trainer(bf16=True)", "peers:trainer_lm", **common, bf16=True),
         _spec(
@@ -245,18 +256,13 @@ def _train(bench: Bench) -> dict[str, Any]:
 
 def _train_nce(bench: Bench) -> dict[str, Any]:
     setting = bench.setting
-    common = {
-        **setting.take("encoder", "text", "length", "threads"),
-        "steps": setting.train_steps,
-    }
-    peer = {**common, "tokenizer": setting.model, "batch_size": 2 * setting.num_pairs}
+    common = setting.take("encoder", "text", "length", "threads")
+    given = {**common, **setting.take("model", "num_pairs", "precision")}
+    steps = {"steps": setting.train_steps}
+    peer = {**common, **steps, "tokenizer": setting.model, "batch_size": 2 * setting.num_pairs}
     specs = [
-        _spec(
-            OURS,
-            "ours:train_nce",
-            **common,
-            **setting.take("model", "num_pairs", "precision"),
-        ),
+        _spec(OURS, "ours:train_nce", **given, **steps),
+        _spec(PRODUCTS, "products:training_nce", **given),
         _spec("Trainer in float32", "peers:trainer_classifier", **peer, bf16=False),
         _spec("Trainer(bf16=True)", "peers:trainer_classifier", **peer, bf16=True),
     ]
@@ -295,11 +301,18 @@ def _evaluate(bench: Bench) -> dict[str, Any]:
             ]
         ],
     )
+    products = _spec(
+        PRODUCTS,
+        "products:evaluating",
+        **setting.take(*_DRAWING, "precision", "encoder"),
+        num_samples=setting.chunk_size,
+    )
     specs = [
         ours("", many, setting.encoder),
         ours("", few, setting.encoder),
         ours(" with HeaT", few, None),
         ours(", drawing alone", few, None, scored=False),
+        products,
         best,
     ]
     result = _compare("evaluate", "samples/s", specs, bench, sweep)

@@ -203,7 +203,7 @@ def _steps(
     num_tokens: int,
 ) -> Callable[[Tensor, int], Tensor]:
     """A function from each row's last token and its number after the prefix to the next logits."""
-    shares = can_share_prefix(model)
+    shares = can_share_prefix(model, prefix_length + num_tokens)
     cache: Cache = prefix_cache
     if shares:
         # The last token is drawn but never read again, so it needs no room.

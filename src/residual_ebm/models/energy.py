@@ -6,7 +6,8 @@ means nothing for another P_LM. Its folder remembers that LM's fingerprint and l
 Shapes: B blocks, T tokens of a block.
 """
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
+from contextlib import nullcontext
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any, Literal, cast
@@ -25,14 +26,14 @@ from residual_ebm.files.storage import (
     read_json,
     write_json,
 )
-from residual_ebm.models.device import DTYPES, resolve_precision
+from residual_ebm.models.device import DTYPES, quick_scoring, resolve_precision
 from residual_ebm.models.energy_batches import encoder_batches, rows_at_once
 from residual_ebm.models.energy_inputs import TextBridge, TextInputs
 from residual_ebm.models.energy_networks import HeadEnergy, TransformerEnergy
 from residual_ebm.models.language_model import LanguageModel, TokenFeatures, continuation_mask
 from residual_ebm.models.layer_states import check_layers
 from residual_ebm.models.loading import context_length, load_pretrained, load_tokenizer
-from residual_ebm.models.shared_prefix import can_share_prefix
+from residual_ebm.models.shared_prefix import can_share_prefix, prefix_batches
 from residual_ebm.progress import QUIET, Progress
 
 INFO = "energy.json"
@@ -188,7 +189,7 @@ class EnergyModel:
             return self.of_features(TokenFeatures(*(part.clone() for part in features)), mask_BC)
         assert self._bridge is not None
         inputs = TextInputs(*(part.to(device) for part in self._bridge(ids_BT, length_B)))
-        if blocks_per_prefix > 1 and self._reads_a_prefix_once():
+        if blocks_per_prefix > 1 and self._reads_a_prefix_once(ids_BT.shape[1]):
             prefix_length = prefix_length or self.info.prefix_length
             if prefix_length < inputs.ids_BL.shape[1]:
                 return self.network.of_packed(inputs, prefix_length, blocks_per_prefix)
@@ -200,17 +201,17 @@ class EnergyModel:
         if self._bridge is not None and not self._bridge.same:
             return None
         repeated = 0
-        if self._reads_a_prefix_once():
+        if self._reads_a_prefix_once(block_length):
             repeated = (blocks_per_prefix - 1) * self.info.prefix_length
         return blocks_per_prefix * block_length - repeated
 
-    def _reads_a_prefix_once(self) -> bool:
+    def _reads_a_prefix_once(self, length: int) -> bool:
         return (
             self.info.kind == "unit"
             and self._bridge is not None
             and self._bridge.same
             and isinstance(self.network, TransformerEnergy)
-            and can_share_prefix(self.network.backbone)
+            and can_share_prefix(self.network.backbone, length)
         )
 
     def of_features(self, features: TokenFeatures, mask_BC: Tensor) -> Tensor:
@@ -241,7 +242,8 @@ class EnergyModel:
         """Energies of blocks, float32; `length_B` counts a block's tokens without padding, and
         `prefix_length` is for prefixes of another length than the energy was trained on."""
         energy_B = torch.empty(len(ids_BT), device=self.language_model.device)
-        with progress.bar("scoring", len(ids_BT)) as bar:
+        attention = quick_scoring(self.network) if self.info.kind == "bit" else nullcontext()
+        with progress.bar("scoring", len(ids_BT)) as bar, attention:
             for rows, part in self._batches(ids_BT, length_B, prefix_length, batch_size):
                 energy_B[rows] = part.float()
                 bar.advance(len(part))
@@ -262,19 +264,21 @@ class EnergyModel:
             ):
                 yield rows_B, self.network(TextInputs(*(part.to(device) for part in inputs)))
             return
-        if self.info.kind == "bit" and len(ids_BT):  # the others gain from prefixes they share
-            batch_size = rows_at_once(batch_size, ids_BT.shape[1], device)
-        for start in range(0, len(ids_BT), batch_size):
-            rows = slice(start, start + batch_size)
+        prefix_length = prefix_length or self.info.prefix_length
+        num_blocks, length = ids_BT.shape
+        batches: Iterable[slice]
+        if self.info.kind == "bit":
+            size = rows_at_once(batch_size, length, device)
+            batches = (slice(start, start + size) for start in range(0, num_blocks, size))
+        else:  # these gain from prefixes that blocks have in common
+            batches = prefix_batches(ids_BT, prefix_length, batch_size)
+        for rows in batches:
             lengths = None if length_B is None else length_B[rows]
-            if self._reads_a_prefix_once():
+            if self._reads_a_prefix_once(length):
                 assert self._bridge is not None
                 assert isinstance(self.network, TransformerEnergy)
                 inputs = self._bridge(ids_BT[rows], lengths)
                 inputs = TextInputs(*(part.to(device) for part in inputs))
-                yield (
-                    rows,
-                    self.network.after_prefix(inputs, prefix_length or self.info.prefix_length),
-                )
+                yield rows, self.network.after_prefix(inputs, prefix_length)
             else:
                 yield rows, self(ids_BT[rows], lengths, prefix_length)

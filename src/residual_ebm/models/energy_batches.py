@@ -14,7 +14,7 @@ from torch import Tensor
 
 from residual_ebm.models.energy_inputs import TextBridge, TextInputs
 
-_BATCHES_AT_ONCE = 16  # blocks of so many batches are encoded together and sorted by length
+_BATCHES_AT_ONCE = 8  # blocks of so many batches are encoded together and sorted by length
 _TOKENS_AT_ONCE = 4096  # on a CPU: what a layer hands to the next stays in the processor's cache
 
 
@@ -33,7 +33,8 @@ def encoder_batches(
     device: torch.device,
 ) -> Iterator[tuple[Tensor, TextInputs]]:
     """Which blocks, and what the encoder reads of them."""
-    size = _BATCHES_AT_ONCE * batch_size
+    # By the language model's own tokens: how many the encoder makes of them is not known yet.
+    size = _BATCHES_AT_ONCE * rows_at_once(batch_size, ids_BT.shape[1], device)
     pieces = [slice(start, start + size) for start in range(0, len(ids_BT), size)]
 
     def encode(piece: slice) -> list[list[int]]:

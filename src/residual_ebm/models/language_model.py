@@ -154,7 +154,7 @@ class LanguageModel:
         # Autocast off: HeaT trains inside it, and P_LM must be the same there as everywhere else.
         capture = states_captured(self.model, captured, layers)
         with capture, torch.autocast(self.device.type, enabled=False):
-            if can_share_prefix(self.model):
+            if can_share_prefix(self.model, ids_BT.shape[1]):
                 logits = forward_after_prefix(self.model, ids_BL, prefix_length)
             else:
                 keep = ids_BT.shape[1] - prefix_length

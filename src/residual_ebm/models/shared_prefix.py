@@ -13,6 +13,7 @@ Shapes: G prefixes, P tokens of a prefix, N = G x rows of a prefix, L new tokens
 a row has so far, H heads, K heads of keys and values, R = H / K, D head size.
 """
 
+import itertools
 import math
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -37,11 +38,12 @@ from residual_ebm.models.loading import POSITIONS_AFTER_PADDING
 _NAME = "residual_ebm_shared_prefix"
 
 
-def can_share_prefix(model: PreTrainedModel) -> bool:
-    """Whether the model's attention is what this file computes: causal, over everything before."""
+def can_share_prefix(model: PreTrainedModel, length: int) -> bool:
+    """Whether the model's attention is what this file computes: causal, and in passages of so many
+    tokens over everything before."""
     return (
         all(getattr(part, "_supports_attention_backend", False) for part in _parts(model))
-        and all(map(_attends_to_everything, _configs(model)))
+        and all(_attends_to_everything(config, length) for config in _configs(model))
         # Sinks: a learnt share of attention that goes to no token.
         and not any(hasattr(module, "sinks") for module in model.modules())
     )
@@ -56,15 +58,20 @@ def _configs(model: PreTrainedModel) -> list[PretrainedConfig]:
     return list({id(part.config): part.config for part in _parts(model)}.values())
 
 
-def _attends_to_everything(config: PretrainedConfig) -> bool:
+def _attends_to_everything(config: PretrainedConfig, length: int) -> bool:
     layer_types = set(getattr(config, "layer_types", None) or ["full_attention"])
+    window = getattr(config, "sliding_window", None)
+    if window and (not hasattr(config, "layer_types") or "sliding_attention" in layer_types):
+        if length > window:
+            return False
+        layer_types.discard("sliding_attention")
     return (
-        layer_types == {"full_attention"}
+        layer_types <= {"full_attention"}
         and getattr(config, "is_causal", True) is not False
+        and not getattr(config, "use_bidirectional_attention", False)
         and config.model_type not in POSITIONS_AFTER_PADDING  # ours count from 0
         and getattr(config, "v_head_dim", None) is None  # values of another size than keys
         and getattr(config, "attn_logit_softcapping", None) is None
-        and not (getattr(config, "sliding_window", None) and not hasattr(config, "layer_types"))
         # GPT-2's options that scale or upcast scores layer by layer.
         and not getattr(config, "scale_attn_by_inverse_layer_idx", False)
         and not getattr(config, "reorder_and_upcast_attn", False)
@@ -134,6 +141,27 @@ def shared_prefix(model: PreTrainedModel, cache: AfterPrefix) -> Iterator[None]:
         for config, implementation in before:
             config._attn_implementation = implementation
         _layers.reset(token)
+
+
+def prefix_batches(ids_NT: Tensor, prefix_length: int, batch_size: int) -> Iterator[slice]:
+    """Rows that go through a model together, at most `batch_size`: either some rows of one prefix,
+    or all rows of some that have as many each, so that no prefix is read for every row."""
+    prefixes = ids_NT[:, :prefix_length].unique_consecutive(dim=0, return_counts=True)
+    start = 0
+    for count, alike in itertools.groupby(prefixes[1].tolist()):
+        end = start + count * len(list(alike))
+        if count < batch_size:
+            at_once = batch_size // count * count
+            bounds = list(range(start, end, at_once))
+        else:
+            bounds = [
+                first
+                for prefix in range(start, end, count)
+                for first in range(prefix, prefix + count, batch_size)
+            ]
+        for first, last in itertools.pairwise([*bounds, end]):
+            yield slice(first, last)
+        start = end
 
 
 def run_after_prefix(

@@ -5,7 +5,7 @@ from typing import Any
 from rich.console import Console
 from rich.table import Table
 
-from residual_ebm.report.bench_page import sentences
+from residual_ebm.report.bench_page import cells, headings, sentences
 
 
 def print_benchmarks(results: dict[str, Any], console: Console) -> None:
@@ -18,20 +18,11 @@ def print_benchmarks(results: dict[str, Any], console: Console) -> None:
 
 def _table(name: str, benchmark: dict[str, Any]) -> Table:
     table = Table(title=name, title_justify="left", box=None, pad_edge=False)
-    for heading in ("", benchmark["unit"], "we are", "first time", "peak memory"):
+    for heading in ("", *headings(benchmark)):
         table.add_column(heading, justify="left" if not heading else "right")
     for row in benchmark["rows"]:
-        if row["rate"] is None:
-            table.add_row(row["name"], "-", "", "", "")
-            continue
-        ratio = benchmark["ours_to"].get(row["name"])
-        table.add_row(
-            row["name"],
-            f"{row['rate']:,.0f}",
-            "" if ratio is None else f"{ratio:.2f} x",
-            f"{row['first_seconds']:.1f} s",
-            f"{row['peak_bytes'] / 1e6:,.0f} MB",
-        )
+        measured = row["rate"] is not None
+        table.add_row(row["name"], *(cells(benchmark, row) if measured else ["-"]))
     return table
 
 
