@@ -16,6 +16,7 @@ from transformers import (
 from residual_ebm.models import compiled, vocabulary_loss
 from residual_ebm.models.both_ways import make_bidirectional
 from residual_ebm.models.masking import IGNORED
+from residual_ebm.models.ralm import RalmForCausalLM
 from residual_ebm.models.vocabulary_loss import masked_token_loss, next_token_loss
 
 
@@ -54,12 +55,42 @@ def test_logits_that_are_changed_after_the_last_layer(
     model = AutoModelForCausalLM.from_config(
         config_class(**sizes, **heads, **changes, pad_token_id=0)
     )
-    with torch.no_grad():
-        model.get_output_embeddings().weight.mul_(50)
     ids_BT = torch.randint(0, 7, (3, 9), generator=torch.Generator().manual_seed(0))
+    with torch.no_grad():
+        model.get_output_embeddings().weight.zero_()  # as a residual starts
+        next_token_loss(model, ids_BT)
+        model.get_output_embeddings().weight.normal_().mul_(5)
     logits_RV = model(ids_BT).logits[:, :-1].flatten(0, 1)
     expected = torch.nn.functional.cross_entropy(logits_RV, ids_BT[:, 1:].flatten())
     torch.testing.assert_close(next_token_loss(model, ids_BT), expected, rtol=1e-5, atol=1e-6)
+
+
+@pytest.mark.parametrize("families", [("llama", "llama"), ("gpt2", "qwen3")], ids=str)
+@pytest.mark.parametrize("scale", [1.0, 0.5])
+@pytest.mark.parametrize("rows_at_once", [4, 1000])
+def test_two_last_layers_of_which_one_learns(
+    monkeypatch: pytest.MonkeyPatch, families: tuple[str, str], scale: float, rows_at_once: int
+) -> None:
+    base, residual = (toys.causal_model(family, seed=seed) for seed, family in enumerate(families))
+    model = RalmForCausalLM.of(base, residual, scale).eval()
+    monkeypatch.setattr(vocabulary_loss, "_LOGITS_AT_ONCE", 7 * rows_at_once)
+    ids_BT = torch.randint(0, 7, (3, 9), generator=torch.Generator().manual_seed(0))
+    logits_RV = model(ids_BT).logits[:, :-1].flatten(0, 1)
+    expected = torch.nn.functional.cross_entropy(logits_RV, ids_BT[:, 1:].flatten())
+    expected.backward()
+    learning = {name: p for name, p in model.named_parameters() if p.requires_grad}
+    gradients = {name: p.grad.clone() for name, p in learning.items()}
+    model.zero_grad()
+    # Whole tables of logits are what the model itself would make.
+    monkeypatch.setattr(RalmForCausalLM, "forward", None)
+    loss = next_token_loss(model, ids_BT)
+    loss.backward()
+    torch.testing.assert_close(loss, expected, rtol=1e-5, atol=1e-6)
+    for name, parameter in learning.items():
+        torch.testing.assert_close(parameter.grad, gradients[name], rtol=1e-3, atol=1e-4)
+    assert all(parameter.grad is None for parameter in base.parameters())
+    with torch.no_grad():
+        torch.testing.assert_close(next_token_loss(model, ids_BT), expected, rtol=1e-5, atol=1e-6)
 
 
 def test_bfloat16_products_give_nearly_the_same_loss() -> None:

@@ -24,19 +24,33 @@ _LOGITS_AT_ONCE = 2**25
 def next_token_loss(model: PreTrainedModel, ids_BT: Tensor) -> Tensor:
     """Mean cross-entropy of every token after the first."""
     target_R = ids_BT[:, 1:].flatten()
-    last = model.get_output_embeddings()
-    if not (isinstance(last, nn.Linear) and last.bias is None and _plain_logits(model)):
+    parts = model.parts if isinstance(model, RalmForCausalLM) else (model,)
+    if not all(map(_ends_in_a_plain_layer, parts)):
         logits_BTV = model(ids_BT, use_cache=False).logits[:, :-1]
         return nn.functional.cross_entropy(logits_BTV.flatten(0, 1).float(), target_R)
-    hidden_BTH = model.get_decoder()(ids_BT, use_cache=False).last_hidden_state
+    *fixed, (hidden_RH, weight_VH) = (_last_product(part, ids_BT) for part in parts)
+    if isinstance(model, RalmForCausalLM):
+        hidden_RH = model.config.residual_scale * hidden_RH
     loss: Tensor = _LinearCrossEntropy.apply(
-        hidden_BTH[:, :-1].flatten(0, 1),
-        last.weight,
+        hidden_RH,
+        weight_VH,
+        fixed[0] if fixed else None,
         target_R,
-        _product_type(hidden_BTH),
+        _product_type(hidden_RH),
         torch.is_grad_enabled(),  # which a leaf's needs_input_grad does not tell
     )
     return loss
+
+
+def _ends_in_a_plain_layer(model: PreTrainedModel) -> bool:
+    last = model.get_output_embeddings()
+    return isinstance(last, nn.Linear) and last.bias is None and _plain_logits(model)
+
+
+def _last_product(model: PreTrainedModel, ids_BT: Tensor) -> tuple[Tensor, Tensor]:
+    """The two factors of the logits: states of every token but the last, weights of the layer."""
+    hidden_BTH = model.get_decoder()(ids_BT, use_cache=False).last_hidden_state
+    return hidden_BTH[:, :-1].flatten(0, 1), model.get_output_embeddings().weight
 
 
 def masked_token_loss(
@@ -69,18 +83,21 @@ def _plain_logits(model: PreTrainedModel) -> bool:
     """Whether logits are what leaves the last layer: some models scale or cap them. Tried once."""
     if model not in _known:
         left: list[Tensor] = []
-        last = model.get_output_embeddings()
-        handle = last.register_forward_hook(lambda _module, _inputs, output: left.append(output))
-        # Several tokens: that of padding has an embedding of zeros, whose logits no scale changes.
-        ids_1T = torch.arange(min(8, last.weight.shape[0]), device=model.device)[None]
+
+        def leave(_layer: nn.Module, _inputs: Any, output: Tensor) -> Tensor:
+            # Numbers of ours: a layer that starts at zero gives zeros, which no scale changes.
+            number = torch.arange(output.numel(), device=output.device) % 97 - 48
+            left.append(number.view_as(output).to(output.dtype))
+            return left[-1]
+
+        handle = model.get_output_embeddings().register_forward_hook(leave)
+        ids_1T = torch.zeros(1, 2, dtype=torch.int64, device=model.device)
         try:
             with torch.no_grad():
                 logits = model(ids_1T, use_cache=False).logits
         finally:
             handle.remove()
-        # Of a RALM, the last layer is one of two, though its logits may be all there is at first.
-        plain = not isinstance(model, RalmForCausalLM)
-        _known[model] = plain and len(left) == 1 and torch.equal(logits.float(), left[0].float())
+        _known[model] = len(left) == 1 and torch.equal(logits.float(), left[0].float())
     return _known[model]
 
 
@@ -116,16 +133,24 @@ def _loss_and_slope(logits_RV: Tensor, target_R: Tensor, share: Tensor) -> tuple
 
 
 class _LinearCrossEntropy(torch.autograd.Function):
+    """Of logits hidden x weight; `fixed` is another such pair, whose product is added and which
+    learns nothing."""
+
     @staticmethod
     def forward(
         ctx: Any,
         hidden_RH: Tensor,
         weight_VH: Tensor,
+        fixed: tuple[Tensor, Tensor] | None,
         target_R: Tensor,
         dtype: torch.dtype,
         needs_gradient: bool,
     ) -> Tensor:
         hidden, weight = hidden_RH.to(dtype), weight_VH.to(dtype)
+        factors = [hidden, weight]
+        if fixed is not None:  # side by side, their products are added before they are rounded
+            pairs = zip(factors, fixed, strict=True)
+            factors = [torch.cat([own, other.to(dtype)], dim=1) for own, other in pairs]
         num_rows = len(hidden)
         if needs_gradient:
             hidden_gradient = torch.empty_like(hidden)
@@ -135,7 +160,7 @@ class _LinearCrossEntropy(torch.autograd.Function):
         share = hidden.new_tensor(1 / num_rows, dtype=torch.float32)
         for start in range(0, num_rows, rows_at_once):
             rows = slice(start, start + rows_at_once)
-            logits = hidden[rows] @ weight.T
+            logits = factors[0][rows] @ factors[1].T
             if not needs_gradient:
                 loss_R = nn.functional.cross_entropy(
                     logits.float(), target_R[rows], reduction="none"
@@ -151,6 +176,6 @@ class _LinearCrossEntropy(torch.autograd.Function):
         return (total / num_rows).float()
 
     @staticmethod
-    def backward(ctx: Any, *outputs: Any) -> tuple[Tensor, Tensor, None, None, None]:
+    def backward(ctx: Any, *outputs: Any) -> tuple[Tensor, Tensor, None, None, None, None]:
         hidden_gradient, weight_gradient = ctx.saved_tensors
-        return hidden_gradient * outputs[0], weight_gradient * outputs[0], None, None, None
+        return hidden_gradient * outputs[0], weight_gradient * outputs[0], None, None, None, None
