@@ -203,7 +203,8 @@ def status(run: Path) -> Output:
 
 
 def bench(names: list[str], repeats: int, page: Path | None) -> Output:
-    from residual_ebm.bench.benchmarks import BENCHMARKS, run_benchmarks
+    from residual_ebm.bench.benchmarks import BENCHMARKS
+    from residual_ebm.bench.run import run_benchmarks
     from residual_ebm.bench.setting import Setting
     from residual_ebm.report.bench_table import print_benchmarks
 

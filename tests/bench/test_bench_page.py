@@ -50,6 +50,7 @@ RESULTS: dict[str, Any] = {
             "products_to": {},
             "time_at_many_to_few": 10.5,
             "time_with_heat_to_drawing": 1.05,
+            "peak_at_many_to_few": 1.01,
             "measured": MEASURED,
         },
         "agreement": {
@@ -66,6 +67,12 @@ RESULTS: dict[str, Any] = {
                     "mean_difference": -0.0025,
                     "standard_error": 0.001,
                     "largest_difference": 0.3,
+                    "to_plain": {
+                        "num_samples": 100,
+                        "mean_difference": 0.001,
+                        "standard_error": 0.002,
+                        "largest_difference": 0.25,
+                    },
                     "same_twice": True,
                     "error": None,
                 }
@@ -86,6 +93,8 @@ def test_the_page_holds_every_number(tmp_path: Path) -> None:
     assert "- theirs, batch 32: not installed" in page
     assert "Time of `ours, n = 10`: 10.50 times that of `ours, n = 1`." in page
     assert "2,000 samples in bfloat16: log-prob as drawn minus log-prob as scored -0.00250" in page
+    assert "minus that of the plain model, of 100 of them, +0.00100 nats" in page
+    assert "Peak memory of `ours, n = 10`: 1.01 times that of `ours, n = 1`." in page
     assert "Time of `heat`: 1.05 times that of `drawing`." in page
     assert "![How many times as fast as each alternative](speed.svg)" in page
     assert "2026-11-16, version 1.2.3, commit 0123456789, on 2 cores (A processor)." in page

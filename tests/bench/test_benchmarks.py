@@ -11,7 +11,8 @@ from rich.console import Console
 
 from residual_ebm.bench.agreement import compare
 from residual_ebm.bench.benchmarks import _ENGINES as ENGINES
-from residual_ebm.bench.benchmarks import BENCHMARKS, OURS, PRODUCTS, run_benchmarks
+from residual_ebm.bench.benchmarks import BENCHMARKS, OURS, PRODUCTS
+from residual_ebm.bench.run import run_benchmarks
 from residual_ebm.bench.setting import Setting
 from residual_ebm.errors import UserError
 from residual_ebm.models.language_model import LanguageModel
@@ -39,13 +40,12 @@ def setting(tiny_run: Path, tmp_path_factory: pytest.TempPathFactory) -> Setting
         samples_per_prefix=2,
         num_blocks=4,
         num_pairs=2,
-        train_steps=2,
+        steps_a_turn=2,
         train_batch=2,
         few_samples=3,
         many_samples=6,
-        chunk_size=4,
-        agreeing_samples=20,
-        exact_samples=5,
+        agreeing_samples=5,
+        plain_samples=4,
         layers=1,
         hidden_size=16,
         vocabulary=50,
@@ -88,14 +88,16 @@ def test_a_benchmark_measures_us_and_what_it_names(setting: Setting, name: str) 
 def test_the_decoder_agrees_with_the_scorer(setting: Setting) -> None:
     results = run_benchmarks(["agreement"], setting)
     checks = results["benchmarks"]["agreement"]["agreement"]
-    assert [check["num_samples"] for check in checks] == [5]  # float32 is its precision as well
+    assert [check["num_samples"] for check in checks] == [6]  # float32 is its precision as well
     for check in checks:
         assert check["same_twice"]
         assert check["largest_difference"] < 1e-4
         assert abs(check["mean_difference"]) <= check["largest_difference"]
+        assert check["to_plain"]["num_samples"] == 4
+        assert check["to_plain"]["largest_difference"] < 1e-4
     output = io.StringIO()
     print_benchmarks(results, Console(file=output, width=300))
-    assert "5 samples in float32: log-prob as drawn minus" in output.getvalue()
+    assert "6 samples in float32: log-prob as drawn minus" in output.getvalue()
 
 
 def test_a_scorer_that_disagrees_is_found_out(
@@ -104,9 +106,10 @@ def test_a_scorer_that_disagrees_is_found_out(
     right = LanguageModel.log_prob
     monkeypatch.setattr(LanguageModel, "log_prob", lambda *given: right(*given) + 0.1)
     names = ("model", "text", "prefix_length", "num_tokens", "threads", "precision")
-    check = compare(**setting.take(*names), num_samples=5)
+    check = compare(**setting.take(*names), num_samples=5, plain_samples=3)
     assert check["mean_difference"] == pytest.approx(-0.1 * setting.num_tokens, abs=1e-3)
     assert check["largest_difference"] == pytest.approx(0.1 * setting.num_tokens, abs=1e-3)
+    assert check["to_plain"]["largest_difference"] < 1e-4  # which is not misled by the scorer
 
 
 def test_what_cannot_be_compared_is_told_and_nothing_is_lost(setting: Setting) -> None:
@@ -115,7 +118,7 @@ def test_what_cannot_be_compared_is_told_and_nothing_is_lost(setting: Setting) -
     assert check["error"].startswith("UserError: ")
     output = io.StringIO()
     print_benchmarks(results, Console(file=output, width=300))
-    assert "5 samples in float32: not compared (UserError" in output.getvalue()
+    assert "6 samples in float32: not compared (UserError" in output.getvalue()
 
 
 def test_what_was_measured_before_stays(setting: Setting, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -1,5 +1,6 @@
 """Each alternative takes part at its best, and what was tried is not tried again."""
 
+import json
 from typing import Any
 
 import pytest
@@ -86,6 +87,22 @@ def test_what_is_known_is_not_tried_again_and_is_kept_at_once(machine: Machine) 
     machine.rates = {"a": 1.0}
     Sweeps(Setting(), QUIET, known).best("y", [ladder("a")])
     assert machine.asked[-1] == "a", "another benchmark has sweeps of its own"
+
+
+def test_what_was_tried_otherwise_or_elsewhere_is_tried_again(
+    machine: Machine, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    machine.rates = {"a": 5.0}
+    known: dict[str, Any] = {}
+    Sweeps(Setting(), QUIET, known).best("x", [ladder("a", sizes=(1, 2))])
+    known = json.loads(json.dumps(known))
+    Sweeps(Setting(), QUIET, known).best("x", [ladder("a", sizes=(1, 2))])
+    assert machine.asked == ["a"]
+    Sweeps(Setting(), QUIET, known).best("x", [ladder("a", sizes=(1, 3))])
+    assert machine.asked == ["a", "a"]
+    monkeypatch.setattr(sweeps, "versions", lambda: {"processor": "another"})
+    Sweeps(Setting(), QUIET, known).best("x", [ladder("a", sizes=(1, 3))])
+    assert machine.asked == ["a", "a", "a"]
 
 
 def test_nothing_runs_at_all(machine: Machine) -> None:

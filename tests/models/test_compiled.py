@@ -219,6 +219,52 @@ def test_compiled_layers_decode_what_plain_ones_do(
     assert not any("forward" in vars(module) for module in model.modules())
 
 
+@pytest.mark.usefixtures("nothing_broken")
+def test_what_was_decoded_first_changes_no_bit_of_what_follows() -> None:
+    """The compiler sees the first chunk's size: a resumed run may begin with another one."""
+    config = AutoConfig.for_model(
+        "llama",
+        vocab_size=600,
+        hidden_size=64,
+        intermediate_size=96,
+        num_hidden_layers=2,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        pad_token_id=None,
+    )
+    torch.manual_seed(0)
+    model = AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16).eval()
+    toys.scale_up(model, 4.0)
+
+    def decoded(rows: int) -> Decoded:
+        return decode(
+            model,
+            torch.tensor([[3, 4, 5]]),
+            samples_per_prefix=rows,
+            num_tokens=5,
+            uniform_at=lambda step: torch.from_numpy(uniform(0, 0, step, 0, rows)),
+        )
+
+    def compile_anew() -> None:
+        torch._dynamo.reset()
+        compiled._compiled_forwards.clear()
+
+    threads = torch.get_num_threads()
+    torch.set_num_threads(2)
+    try:
+        compile_anew()
+        decoded(900)
+        after = decoded(MANY)
+        compile_anew()
+        alone = decoded(MANY)
+    finally:
+        torch.set_num_threads(threads)
+    assert not compiled._broken
+    assert len(after.ids_NC.unique()) > 50
+    for one, other in zip(after, alone, strict=True):
+        assert torch.equal(one, other)
+
+
 def _learnt(model: PreTrainedModel, ids_BT: Tensor) -> tuple[Tensor, dict[str, Tensor]]:
     """The loss of a batch and the gradient of every weight."""
     loss: Tensor = model(ids_BT, labels=ids_BT).loss

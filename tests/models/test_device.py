@@ -11,6 +11,7 @@ from torch import Tensor
 
 from residual_ebm.models import device
 from residual_ebm.models.device import resolve_precision
+from residual_ebm.models.energy_networks import TransformerEnergy
 
 
 @pytest.fixture
@@ -68,11 +69,10 @@ def test_encoders_are_scored_with_plain_products_where_those_are_quicker(
     monkeypatch.setattr(device, "_has_tiles", lambda: tiles)
     energy = toys.fresh_energy(name)
     energy.network.to(dtype)
+    assert isinstance(energy.network, TransformerEnergy)
     backbone = energy.network.backbone
     seen: list[str] = []
-    backbone.register_forward_pre_hook(
-        lambda *_: seen.append(backbone.config._attn_implementation)
-    )
+    backbone.register_forward_pre_hook(lambda *_: seen.append(backbone.config._attn_implementation))
     energy.energy(torch.full((4, toys.BLOCK_LENGTH), 3))
     assert seen[0] == attention
     assert backbone.config._attn_implementation == "sdpa"

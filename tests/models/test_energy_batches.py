@@ -90,7 +90,9 @@ def test_a_causal_energy_reads_a_prefix_once() -> None:
     assert read[::2] == [(prefixes, toys.PREFIX_LENGTH) for prefixes, _ in groups]
 
 
-def test_the_next_blocks_are_encoded_while_the_network_works() -> None:
+def test_the_next_blocks_are_encoded_while_the_network_works(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     """Not after it: on a larger machine the network would wait for them."""
     bridge = toys.trained_energy("bit_bpe")._bridge
     assert bridge is not None
@@ -101,7 +103,7 @@ def test_the_next_blocks_are_encoded_while_the_network_works() -> None:
         next(pieces).set()
         return encode(*blocks)
 
-    bridge.encode = note  # type: ignore[method-assign]
+    monkeypatch.setattr(bridge, "encode", note)
     ids_BT = torch.full((3 * energy_batches._BATCHES_AT_ONCE, toys.BLOCK_LENGTH), 3)
     batches = energy_batches.encoder_batches(bridge, ids_BT, None, 1, CPU)
     next(batches)  # of the first piece, which the network would now read

@@ -1,8 +1,9 @@
 """Whether the quick ways agree with the plain ones, on the model that is measured.
 
-The decoder's log-prob of what it drew is compared with that of a pass over the finished block, and
-drawing twice with one seed must give the same tokens. That samples follow P_LM at all is shown by
-tests on languages small enough to enumerate.
+The decoder's log-prob of what it drew is compared with that of a pass over the finished block, for
+some with that of the model as transformers runs it, which shares no prefix; and drawing twice with
+one seed must give the same tokens. That samples follow P_LM at all is shown by tests on languages
+small enough to enumerate.
 
 Shapes: N samples, C tokens, T tokens of a block.
 """
@@ -13,13 +14,14 @@ from concurrent.futures import ProcessPoolExecutor
 from typing import Any
 
 import torch
+from torch import Tensor
 
 from residual_ebm.bench.inputs import real_blocks
 from residual_ebm.config import Precision
 from residual_ebm.models.decoding import UNTRUNCATED
 from residual_ebm.models.language_model import LanguageModel
 
-_BATCH = 50
+_BATCH = 20
 
 
 def agreement(*, timeout: float, **arguments: Any) -> dict[str, Any]:
@@ -45,6 +47,7 @@ def compare(
     prefix_length: int,
     num_tokens: int,
     num_samples: int,
+    plain_samples: int,
     threads: int,
 ) -> dict[str, Any]:
     """Differences of log-prob in nats a continuation, decoder minus scorer."""
@@ -52,7 +55,7 @@ def compare(
     language_model = LanguageModel.from_pretrained(model, precision=precision, device="cpu")
     prefix_1P = real_blocks(text, language_model.tokenizer, 1, prefix_length)
 
-    def draw() -> tuple[torch.Tensor, torch.Tensor]:
+    def draw() -> tuple[Tensor, Tensor]:
         decoded = language_model.sample_chunk(
             prefix_1P,
             prefix_numbers=[0],
@@ -74,10 +77,32 @@ def compare(
             for part_BT in ids_NT.split(_BATCH)
         ]
     )
-    difference_N = drawn_N - scored_N
+    plain_N = torch.cat(
+        [
+            _plain_log_prob(language_model, part_BT, prefix_length)
+            for part_BT in ids_NT[:plain_samples].split(_BATCH)
+        ]
+    )
     return {
-        "mean_difference": float(difference_N.mean()),
-        "standard_error": float(difference_N.std() / math.sqrt(num_samples)),
-        "largest_difference": float(difference_N.abs().max()),
+        **_difference(drawn_N - scored_N),
+        "to_plain": {
+            "num_samples": len(plain_N),
+            **_difference(drawn_N[: len(plain_N)] - plain_N),
+        },
         "same_twice": bool(torch.equal(ids_NC, again_NC)),
     }
+
+
+def _difference(difference_N: Tensor) -> dict[str, float]:
+    return {
+        "mean_difference": float(difference_N.mean()),
+        "standard_error": float(difference_N.std() / math.sqrt(len(difference_N))),
+        "largest_difference": float(difference_N.abs().max()),
+    }
+
+
+@torch.inference_mode()
+def _plain_log_prob(language_model: LanguageModel, ids_BT: Tensor, prefix_length: int) -> Tensor:
+    logits_BTV = language_model.model(ids_BT, use_cache=False).logits[:, prefix_length - 1 : -1]
+    log_prob_BCV = logits_BTV.double().log_softmax(-1)
+    return log_prob_BCV.gather(-1, ids_BT[:, prefix_length:, None])[..., 0].sum(-1)

@@ -4,23 +4,15 @@ An alternative with settings (a batch size, a kind of cache) is swept first; the
 turns with us.
 """
 
-import datetime
 import importlib.util
-import json
-import os
 from collections.abc import Callable, Sequence
-from dataclasses import asdict
 from typing import Any, NamedTuple
 
-import residual_ebm
 from residual_ebm.bench.agreement import agreement
 from residual_ebm.bench.setting import Setting
 from residual_ebm.bench.sweeps import LONG_TURN, Sweeps, reading_row
 from residual_ebm.bench.workers import Spec, alternate
-from residual_ebm.errors import UserError
-from residual_ebm.files.source_commit import source_commit
-from residual_ebm.files.versions import versions
-from residual_ebm.progress import QUIET, Progress
+from residual_ebm.progress import Progress
 
 _HERE = "residual_ebm.bench"
 OURS = "residual-ebm"
@@ -147,17 +139,18 @@ def _decode(bench: Bench, top_k: int | None = None) -> dict[str, Any]:
     setting = bench.setting
     bests, sweep = _best_decoders(bench)
     bests = [spec._replace(arguments={**spec.arguments, "top_k": top_k}) for spec in bests]
-    ours = {**setting.take(*_DRAWING, "precision"), "top_k": top_k, "num_prefixes": 1}
+    drawn = {"num_prefixes": 1, "samples_per_prefix": setting.num_samples}
+    ours = {**setting.take(*_DRAWING, "precision"), "top_k": top_k, **drawn}
     return _compare(
         "decode",
         "tokens/s",
         [
-            _spec(OURS, "ours:draw", **ours, samples_per_prefix=setting.num_samples),
+            _spec(OURS, "ours:draw", **ours),
             _spec(
                 PRODUCTS,
                 "products:drawing",
-                **setting.take("model", "precision", "threads"),
-                num_rows=setting.num_samples,
+                **setting.take("model", "precision", "prefix_length", "num_tokens", "threads"),
+                **drawn,
             ),
             *bests,
         ],
@@ -191,13 +184,11 @@ def _negatives(bench: Bench) -> dict[str, Any]:
         ],
     )
     ours = _spec(OURS, "ours:draw", **common, num_prefixes=setting.num_prefixes)
+    names = ("model", "precision", "prefix_length", "num_tokens", "threads")
     products = _spec(
         PRODUCTS,
         "products:drawing",
-        **setting.take(
-            "model", "precision", "threads", "num_prefixes", "prefix_length", "num_tokens"
-        ),
-        num_rows=setting.num_prefixes * setting.samples_per_prefix,
+        **setting.take(*names, "num_prefixes", "samples_per_prefix"),
     )
     return _compare("negatives", "tokens/s", [ours, products, best], bench, sweep)
 
@@ -237,7 +228,7 @@ def _train(bench: Bench) -> dict[str, Any]:
         **setting.take("architecture", "length", "threads"),
         "batch_size": setting.train_batch,
     }
-    common = {**batch, "steps": setting.train_steps}
+    common = {**batch, "steps": setting.steps_a_turn}
     specs = [
         _spec(OURS, "ours:train_lm", **common, precision=setting.precision),
         _spec(PRODUCTS, "products:training_lm", **batch, precision=setting.precision),
@@ -258,13 +249,20 @@ def _train_nce(bench: Bench) -> dict[str, Any]:
     setting = bench.setting
     common = setting.take("encoder", "text", "length", "threads")
     given = {**common, **setting.take("model", "num_pairs", "precision")}
-    steps = {"steps": setting.train_steps}
+    steps = {"steps": setting.steps_a_turn}
     peer = {**common, **steps, "tokenizer": setting.model, "batch_size": 2 * setting.num_pairs}
     specs = [
         _spec(OURS, "ours:train_nce", **given, **steps),
         _spec(PRODUCTS, "products:training_nce", **given),
         _spec("Trainer in float32", "peers:trainer_classifier", **peer, bf16=False),
         _spec("Trainer(bf16=True)", "peers:trainer_classifier", **peer, bf16=True),
+        _spec(
+            "Trainer(bf16=True, torch_compile=True)",
+            "peers:trainer_classifier",
+            **peer,
+            bf16=True,
+            compiled=True,
+        ),
     ]
     return _compare("train-nce", "blocks/s", specs, bench)
 
@@ -280,7 +278,7 @@ def _evaluate(bench: Bench) -> dict[str, Any]:
             **common,
             encoder=encoder,
             num_samples=num_samples,
-            chunk_size=setting.chunk_size,
+            chunk_size=setting.few_samples,  # for both: memory and rate depend on it
             **options,
         )
 
@@ -305,7 +303,7 @@ def _evaluate(bench: Bench) -> dict[str, Any]:
         PRODUCTS,
         "products:evaluating",
         **setting.take(*_DRAWING, "precision", "encoder"),
-        num_samples=setting.chunk_size,
+        num_samples=setting.num_samples,
     )
     specs = [
         ours("", many, setting.encoder),
@@ -320,16 +318,19 @@ def _evaluate(bench: Bench) -> dict[str, Any]:
     longer, shorter, with_heat, drawing = (seconds[spec.name] for spec in specs[:4])
     result["time_at_many_to_few"] = longer / shorter if longer and shorter else None
     result["time_with_heat_to_drawing"] = with_heat / drawing if with_heat and drawing else None
+    at_many, at_few = (row["peak_bytes"] for row in result["rows"][:2])
+    result["peak_at_many_to_few"] = at_many / at_few if at_many and at_few else None
     return result
 
 
 def _agreement(bench: Bench) -> dict[str, Any]:
     setting = bench.setting
-    counts = {setting.precision: setting.agreeing_samples, "float32": setting.exact_samples}
+    counts = {setting.precision: setting.agreeing_samples, "float32": setting.num_samples}
     checks = []
     with bench.progress.bar("agreement", len(counts)) as bar:
         for precision, count in counts.items():
-            given = {**setting.take(*_DRAWING), "precision": precision, "num_samples": count}
+            given = setting.take(*_DRAWING, "plain_samples")
+            given |= {"precision": precision, "num_samples": count}
             checks.append(agreement(timeout=setting.timeout, **given))
             bar.advance()
     return {"unit": "", "rows": [], "sweep": [], "ours_to": {}, "agreement": checks}
@@ -345,45 +346,3 @@ BENCHMARKS: dict[str, Callable[[Bench], dict[str, Any]]] = {
     "evaluate": _evaluate,
     "agreement": _agreement,
 }
-
-
-def run_benchmarks(
-    names: Sequence[str],
-    setting: Setting,
-    progress: Progress = QUIET,
-    *,
-    earlier: dict[str, Any] | None = None,
-    after_each: Callable[[dict[str, Any]], None] = lambda _: None,
-) -> dict[str, Any]:
-    """Measure what is named; of `earlier` results the rest is kept. They take hours:
-    `after_each` is given what there is by then."""
-    benchmarks = dict((earlier or {}).get("benchmarks", {}))
-    swept = dict((earlier or {}).get("sweeps", {}))
-    results: dict[str, Any] = {
-        "setting": asdict(setting),
-        "sweeps": swept,
-        "benchmarks": benchmarks,
-    }
-    if earlier is not None and earlier["setting"] != json.loads(json.dumps(results["setting"])):
-        raise UserError(
-            "--page", "has another setting", "was measured otherwise; name another page"
-        )
-    sweeps = Sweeps(setting, progress, swept, keep=lambda: after_each(results))
-    for name in names:
-        progress.stage(f"Measuring {name}")
-        found = BENCHMARKS[name](Bench(setting, progress, sweeps))
-        benchmarks[name] = {**found, "measured": _circumstances()}
-        ordered = {known: benchmarks[known] for known in BENCHMARKS if known in benchmarks}
-        results["benchmarks"] = ordered
-        after_each(results)
-    return results
-
-
-def _circumstances() -> dict[str, Any]:
-    return {
-        "date": datetime.date.today().isoformat(),
-        "version": residual_ebm.__version__,
-        "commit": source_commit(),
-        "cores": os.cpu_count(),
-        **versions(),
-    }

@@ -60,7 +60,8 @@ def ctranslate2(
 
     def run() -> None:
         generator.generate_batch(
-            [prefix] * samples_per_prefix,
+            [prefix[-1:]] * samples_per_prefix,
+            static_prompt=prefix[:-1],  # which is read once
             max_batch_size=samples_per_prefix,
             min_length=num_tokens,
             max_length=num_tokens,

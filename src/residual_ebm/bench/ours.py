@@ -76,8 +76,8 @@ def score(
 ) -> Work:
     """Energies of blocks of the language model's ids, decoded and encoded on the way."""
     torch.set_num_threads(threads)
-    energy = _encoder_energy(model, encoder, length)
-    energy.network.to(torch.bfloat16 if precision == "bfloat16" else torch.float32)
+    energy = _encoder_energy(model, encoder, length, precision)
+    energy.network.to(energy.language_model.model.dtype)
     ids_BT = real_blocks(text, energy.language_model.tokenizer, num_blocks, length)
     return Work(lambda: _discard(energy.energy(ids_BT, batch_size=batch_size)), num_blocks)
 
@@ -116,7 +116,7 @@ def train_nce(
 ) -> Work:
     """NCE steps of a pretrained encoder, half of a batch as positives; a unit is a block."""
     torch.set_num_threads(threads)
-    energy = _encoder_energy(model, encoder, length)
+    energy = _encoder_energy(model, encoder, length, precision)
     ids_BT = real_blocks(text, energy.language_model.tokenizer, 2 * num_pairs, length)
 
     def loss_at(_step: int, _part: int) -> Tensor:
@@ -195,9 +195,7 @@ def _info(kind: Any, prefix_length: int, length: int) -> EnergyInfo:
     return EnergyInfo("bench", kind, "", prefix_length, length, "fixed")
 
 
-def _encoder_energy(
-    model: str, encoder: str, length: int, precision: Precision = "float32"
-) -> EnergyModel:
+def _encoder_energy(model: str, encoder: str, length: int, precision: Precision) -> EnergyModel:
     language_model = LanguageModel.from_pretrained(model, precision=precision, device="cpu")
     backbone = load_pretrained(AutoModel, encoder, "encoder", dtype=torch.float32)
     tokenizer = load_tokenizer(encoder, "encoder")

@@ -56,6 +56,8 @@ def generate(
 def _load(model: str, precision: str) -> PreTrainedModel:
     path = local_source(model, "model", kind="model")
     loaded: PreTrainedModel = AutoModelForCausalLM.from_pretrained(path, dtype=DTYPES[precision])
+    # It goes on behind an end-of-text as we do; to forbid one would cost a pass over the logits.
+    loaded.generation_config.eos_token_id = None
     return loaded.eval()
 
 
@@ -75,7 +77,6 @@ def _generate(
         top_p=1.0,
         temperature=1.0,
         num_return_sequences=samples_per_prefix,
-        min_new_tokens=num_tokens,
         max_new_tokens=num_tokens,
         cache_implementation=cache,
         pad_token_id=0,
@@ -182,6 +183,7 @@ def trainer_classifier(
     length: int,
     steps: int,
     threads: int,
+    compiled: bool = False,
 ) -> Work:
     """Trainer on a binary classifier of texts, tokenized beforehand; a unit is a text."""
     torch.set_num_threads(threads)
@@ -195,7 +197,11 @@ def trainer_classifier(
         {**{name: values[row] for name, values in inputs.items()}, "labels": row % 2}
         for row in range(batch_size)
     ]
-    return Work(lambda: _trainer(model, batch * steps, batch_size, steps, bf16), steps * batch_size)
+
+    def run() -> None:
+        _trainer(model, batch * steps, batch_size, steps, bf16, compiled)
+
+    return Work(run, steps * batch_size)
 
 
 def _trainer(

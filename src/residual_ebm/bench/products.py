@@ -24,21 +24,21 @@ def drawing(
     *,
     model: str,
     precision: Precision,
-    num_rows: int,
+    num_prefixes: int,
+    prefix_length: int,
+    samples_per_prefix: int,
+    num_tokens: int,
     threads: int,
-    num_prefixes: int = 0,
-    prefix_length: int = 0,
-    num_tokens: int = 1,
 ) -> Work:
-    """One token of each row, and the share of its prefixes' tokens that falls to one of so many; a
-    unit is a token."""
+    """Samples of some prefixes, all at once; a unit is a token."""
     torch.set_num_threads(threads)
     loaded = load_pretrained(AutoModelForCausalLM, model, "model", dtype=DTYPES[precision])
+    num_rows = num_prefixes * samples_per_prefix
     step = _forward(_shapes(loaded), num_rows, precision)
     # Of a prefix, only the last token goes through the layer of the vocabulary.
     inner = _shapes(loaded, without=loaded.get_output_embeddings())
-    prefixes = _forward(inner, num_prefixes * prefix_length // num_tokens, precision)
-    return Work(lambda: _each(step, prefixes), num_rows)
+    prefixes = _few_at_once(inner, num_prefixes * prefix_length, precision)
+    return Work(lambda: _each(prefixes, *[step] * num_tokens), num_rows * num_tokens)
 
 
 def scoring(
@@ -67,14 +67,18 @@ def evaluating(
     num_samples: int,
     threads: int,
 ) -> Work:
-    """One of the tokens of so many samples, and the blocks of as many as one token falls to; a unit
-    is a sample, drawn and scored."""
-    whole = max(1, num_samples // num_tokens)
+    """Samples of one prefix, drawn and read by an encoder; a unit is a sample."""
     drawn = drawing(
-        model=model, precision=precision, num_rows=whole * num_tokens, threads=threads
+        model=model,
+        precision=precision,
+        num_prefixes=1,
+        prefix_length=prefix_length,
+        samples_per_prefix=num_samples,
+        num_tokens=num_tokens,
+        threads=threads,
     )
-    blocks = _of_blocks(model, encoder, precision, text, whole, prefix_length + num_tokens)
-    return Work(lambda: _each(drawn.run, blocks), whole)
+    blocks = _of_blocks(model, encoder, precision, text, num_samples, prefix_length + num_tokens)
+    return Work(lambda: _each(drawn.run, blocks), num_samples)
 
 
 def training_lm(
@@ -112,7 +116,12 @@ def _of_blocks(
     model: str, encoder: str, precision: Precision, text: str, num_blocks: int, length: int
 ) -> Callable[[], None]:
     num_rows = _tokens_read(model, encoder, text, num_blocks, length)
-    shapes = _shapes_of_encoder(encoder)
+    return _few_at_once(_shapes_of_encoder(encoder), num_rows, precision)
+
+
+def _few_at_once(
+    shapes: Sequence[Shape], num_rows: int, precision: Precision
+) -> Callable[[], None]:
     whole, rest = divmod(num_rows, _ROWS_AT_ONCE)
     many, few = (_forward(shapes, rows, precision) for rows in (_ROWS_AT_ONCE, rest))
     return lambda: _each(*[many] * whole, few)

@@ -26,13 +26,12 @@ class Setting:
     samples_per_prefix: int = 8
     num_blocks: int = 512
     num_pairs: int = 32
-    train_steps: int = 5
+    steps_a_turn: int = 10  # of training
     train_batch: int = 48
     few_samples: int = 1000
-    many_samples: int = 10_000
-    chunk_size: int = 2000
-    agreeing_samples: int = 2000  # drawn and scored in `precision`
-    exact_samples: int = 200  # and in float32
+    many_samples: int = 10_000  # `few_samples` at a time
+    agreeing_samples: int = 2000  # drawn and scored in `precision`; `num_samples` in float32
+    plain_samples: int = 100  # of these, read by the plain model as well
     # The language model of the recipe `wiki`.
     layers: int = 4
     hidden_size: int = 256

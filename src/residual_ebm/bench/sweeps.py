@@ -1,9 +1,11 @@
 """Alternatives at their best: settings are tried one after the other, and the best takes part.
 
 What was tried is part of the result, and is kept as soon as it is known: sweeps take longer than
-the comparison, and go on after an interruption where they were.
+the comparison, and go on after an interruption where they were. What was tried with other
+arguments, on another processor or with other libraries is tried again.
 """
 
+import json
 import statistics
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass, field
@@ -11,6 +13,7 @@ from typing import Any
 
 from residual_ebm.bench.setting import Setting
 from residual_ebm.bench.workers import Reading, Spec, alternate
+from residual_ebm.files.versions import versions
 from residual_ebm.progress import Progress
 
 _STEPS_IN_VAIN = 2  # a sweep goes no further after so many
@@ -59,7 +62,10 @@ class Sweeps:
 
     def _row(self, name: str, spec: Spec) -> dict[str, Any]:
         key = f"{name}: {spec.name}"
-        if key not in self.known:
+        # As it will be read again.
+        asked = json.loads(json.dumps({"arguments": spec.arguments, "versions": versions()}))
+        known = self.known.get(key, {})
+        if {part: known.get(part) for part in asked} != asked:
             (reading,) = alternate(
                 [spec],
                 1,
@@ -68,6 +74,6 @@ class Sweeps:
                 progress=self.progress,
                 long_turn=LONG_TURN,
             )
-            self.known[key] = reading_row(reading)
+            self.known[key] = {**reading_row(reading), **asked}
             self.keep()
         return self.known[key]

@@ -17,6 +17,7 @@ from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any, NamedTuple
 
+from residual_ebm.models.memory import give_back_freed_memory
 from residual_ebm.progress import QUIET, Progress
 
 
@@ -163,6 +164,7 @@ def _serve(connection: Connection, spec: Spec) -> None:
 
 def _forget_peak() -> None:
     """What loading and converting took is not what the work takes."""
+    give_back_freed_memory()
     with contextlib.suppress(OSError):
         Path("/proc/self/clear_refs").write_text("5", encoding="ascii")
 

@@ -75,7 +75,9 @@ def quick_backward(network: nn.Module) -> Iterator[None]:
 def quick_scoring(network: nn.Module) -> Iterator[None]:
     """Without matrix tiles, fused attention multiplies bfloat16 at a fraction of the rate of plain
     products. The processor decides, not a trial: energies must round alike in every process."""
-    with _plain_attention(network, lambda model: model.dtype == torch.bfloat16 and not _has_tiles()):
+    with _plain_attention(
+        network, lambda model: model.dtype == torch.bfloat16 and not _has_tiles()
+    ):
         yield
 
 

@@ -76,20 +76,31 @@ def _agreement(check: dict[str, Any]) -> str:
     if check["error"] is not None:
         return f"{what}: not compared ({check['error']})."
     same = "the same" if check["same_twice"] else "other"
+    plain = check["to_plain"]
     return (
-        f"{what}: log-prob as drawn minus log-prob as scored"
-        f" {check['mean_difference']:+.5f} nats a continuation on average"
-        f" (standard error {check['standard_error']:.5f}), at most"
-        f" {check['largest_difference']:.5f}; drawn again with the same seed, {same} tokens."
+        f"{what}: log-prob as drawn minus log-prob as scored {_difference(check)}; minus that of"
+        f" the plain model, of {plain['num_samples']:,} of them, {_difference(plain)}. Drawn"
+        f" again with the same seed: {same} tokens."
+    )
+
+
+def _difference(check: dict[str, Any]) -> str:
+    return (
+        f"{check['mean_difference']:+.5f} nats a continuation on average (standard error"
+        f" {check['standard_error']:.5f}), at most {check['largest_difference']:.5f}"
     )
 
 
 def _times(benchmark: dict[str, Any]) -> list[str]:
     names = [row["name"] for row in benchmark["rows"]]
-    compared = {"time_at_many_to_few": (0, 1), "time_with_heat_to_drawing": (2, 3)}
+    compared = {
+        "time_at_many_to_few": ("Time", 0, 1),
+        "peak_at_many_to_few": ("Peak memory", 0, 1),
+        "time_with_heat_to_drawing": ("Time", 2, 3),
+    }
     return [
-        f"Time of `{names[one]}`: {benchmark[key]:.2f} times that of `{names[other]}`."
-        for key, (one, other) in compared.items()
+        f"{what} of `{names[one]}`: {benchmark[key]:.2f} times that of `{names[other]}`."
+        for key, (what, one, other) in compared.items()
         if benchmark.get(key) is not None
     ]
 
@@ -100,9 +111,7 @@ def headings(benchmark: dict[str, Any]) -> list[str]:
 
 def cells(benchmark: dict[str, Any], row: dict[str, Any]) -> list[str]:
     """What a row says below the headings."""
-    ratios = (
-        benchmark.get(key, {}).get(row["name"]) for key in ("ours_to", "products_to")
-    )
+    ratios = (benchmark.get(key, {}).get(row["name"]) for key in ("ours_to", "products_to"))
     return [
         f"{row['rate']:,.0f}",
         *("" if ratio is None else f"{ratio:.2f} x" for ratio in ratios),
