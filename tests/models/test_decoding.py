@@ -21,7 +21,7 @@ from residual_ebm.models.decoding import (
     truncate,
 )
 from residual_ebm.models.language_model import LanguageModel
-from residual_ebm.models.vocabulary import inverse_cdf, top_tokens
+from residual_ebm.models.vocabulary import inverse_cdf, summarise, top_tokens
 from residual_ebm.randomness import uniform
 
 SIZES = [1, 2, 255, 256, 257, 511, 512, 513, 600]
@@ -30,7 +30,7 @@ TOTAL = 1024
 
 def left_by(log_prob_NV: Tensor, truncation: Truncation) -> Tensor:
     """What truncation leaves, over the whole vocabulary."""
-    index_NK, kept_NK = truncate(log_prob_NV, truncation)
+    index_NK, kept_NK = truncate(log_prob_NV, summarise(log_prob_NV), truncation)
     return torch.full_like(log_prob_NV, -torch.inf).scatter(1, index_NK, kept_NK)
 
 
@@ -208,14 +208,15 @@ def test_top_tokens_are_the_largest_of_all(vocabulary: int, count: int, dtype: t
     draw = torch.Generator().manual_seed(vocabulary + count)
     logits_NV = torch.randn(50, vocabulary, generator=draw).to(dtype)
     logits_NV[0, : vocabulary - count] = -torch.inf  # hardly more than are wanted
-    found_NK, index_NK = top_tokens(logits_NV, count)
+    found_NK, index_NK = top_tokens(logits_NV, summarise(logits_NV), count)
     assert torch.equal(found_NK, logits_NV.gather(1, index_NK))
     assert torch.equal(found_NK, logits_NV.sort(dim=-1, descending=True).values[:, :count])
     assert all(len(set(row)) == count for row in index_NK.tolist())
 
 
 def test_more_top_tokens_than_there_are() -> None:
-    values, tokens = top_tokens(torch.randn(2, 7), 100)
+    logits_NV = torch.randn(2, 7)
+    values, tokens = top_tokens(logits_NV, summarise(logits_NV), 100)
     assert values.shape == tokens.shape == (2, 7)
 
 

@@ -23,6 +23,8 @@ from residual_ebm.errors import UserError
 from residual_ebm.models.compiled import compiled_layers
 from residual_ebm.models.shared_prefix import AfterPrefix, can_share_prefix, shared_prefix
 from residual_ebm.models.vocabulary import (
+    CHUNK,
+    Summary,
     draw_by_summary,
     few_rows_at_once,
     inverse_cdf,
@@ -79,13 +81,13 @@ class Drawn(NamedTuple):
     entropy_N: Tensor
 
 
-def truncate(logits_NV: Tensor, truncation: Truncation) -> tuple[Tensor, Tensor]:
+def truncate(logits_NV: Tensor, summary: Summary, truncation: Truncation) -> tuple[Tensor, Tensor]:
     """What may be drawn, (N, K) tokens, and its log-probs, normalised anew; -inf for some of it."""
     if truncation.top_k is None:
         index_NK = torch.arange(logits_NV.shape[-1], device=logits_NV.device).expand_as(logits_NV)
         logits_NK = logits_NV
     else:  # everything else happens among these few
-        logits_NK, index_NK = top_tokens(logits_NV, truncation.top_k)
+        logits_NK, index_NK = top_tokens(logits_NV, summary, truncation.top_k)
     kept_NK = logits_NK.float().log_softmax(-1)
     if truncation.top_p is not None and truncation.top_p < 1:
         sorted_NK, order_NK = kept_NK.sort(dim=-1, descending=True, stable=True)
@@ -107,7 +109,10 @@ def draw_token(
     summary = summarise(logits_NV)
     if truncation.describe():
         draw = functools.partial(_draw_truncated, truncation=truncation)
-        token_N, proposal_N = few_rows_at_once(draw, logits_NV, uniform_N)
+        looked_at = CHUNK * min(truncation.top_k or logits_NV.shape[-1], summary.top_RK.shape[1])
+        token_N, proposal_N = few_rows_at_once(
+            draw, logits_NV, uniform_N, *summary, looked_at=looked_at
+        )
         log_prob_N = summary.log_prob(logits_NV, token_N)
     else:
         token_N = draw_by_summary(logits_NV, summary, uniform_N)
@@ -118,9 +123,9 @@ def draw_token(
 
 
 def _draw_truncated(
-    logits_NV: Tensor, uniform_N: Tensor, truncation: Truncation
+    logits_NV: Tensor, uniform_N: Tensor, *summary: Tensor, truncation: Truncation
 ) -> tuple[Tensor, Tensor]:
-    index_NK, proposal_NK = truncate(logits_NV, truncation)
+    index_NK, proposal_NK = truncate(logits_NV, Summary(*summary), truncation)
     pick_N1 = inverse_cdf(proposal_NK.exp(), uniform_N)[:, None]
     return index_NK.gather(1, pick_N1)[:, 0], proposal_NK.gather(1, pick_N1)[:, 0]
 

@@ -28,6 +28,7 @@ class Summary(NamedTuple):
     largest_R: Tensor
     mass_RK: Tensor  # of each chunk
     expected_R: Tensor  # sum of mass x log mass
+    top_RK: Tensor  # the largest logit of each chunk
 
     def total(self) -> Tensor:
         return self.mass_RK.sum(-1, dtype=torch.float64).float()
@@ -41,10 +42,14 @@ class Summary(NamedTuple):
 
 
 def few_rows_at_once(
-    function: Callable[..., tuple[Tensor, ...]], logits_RV: Tensor, *columns_R: Tensor
+    function: Callable[..., tuple[Tensor, ...]],
+    logits_RV: Tensor,
+    *columns_R: Tensor,
+    looked_at: int | None = None,
 ) -> list[Tensor]:
-    """`function(logits, *columns)` for a few rows at a time, the columns of its answers joined."""
-    rows_at_once = max(1, LOGITS_AT_ONCE // logits_RV.shape[-1])
+    """`function(logits, *columns)` for a few rows at a time, the columns of its answers joined;
+    `looked_at` is how many logits of a row it copies, all of them if not said."""
+    rows_at_once = max(1, LOGITS_AT_ONCE // (looked_at or logits_RV.shape[-1]))
     pieces = (tensor.split(rows_at_once) for tensor in (logits_RV, *columns_R))
     parts = [function(*rows) for rows in zip(*pieces, strict=True)]
     return [torch.cat(column) for column in zip(*parts, strict=True)]
@@ -58,7 +63,7 @@ def _summarise_in_pieces(logits_RV: Tensor) -> Sequence[Tensor]:
     return few_rows_at_once(_summarise_rows, logits_RV)
 
 
-def _summarise_rows(logits_RV: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+def _summarise_rows(logits_RV: Tensor) -> tuple[Tensor, ...]:
     padding = -logits_RV.shape[-1] % CHUNK
     if padding:
         logits_RV = torch.nn.functional.pad(logits_RV, (0, padding), value=-torch.inf)
@@ -76,7 +81,7 @@ def _summarise_rows(logits_RV: Tensor) -> tuple[Tensor, Tensor, Tensor]:
     shift_RK = (top_RK - largest_R1).clamp(min=_NEVER)
     scale_RK = shift_RK.exp()
     expected_R = ((expected_RK + mass_RK * shift_RK) * scale_RK).sum(-1)
-    return largest_R1[:, 0], mass_RK * scale_RK, expected_R
+    return largest_R1[:, 0], mass_RK * scale_RK, expected_R, top_RK
 
 
 @compiled_instead_of(_summarise_in_pieces, from_numbers=2**22)
@@ -96,33 +101,34 @@ def draw_by_summary(logits_RV: Tensor, summary: Summary, uniform_R: Tensor) -> T
     """Tokens by inverse CDF; only the chunk that holds the token is looked at again."""
 
     def masses_of(chunk_R: Tensor) -> Tensor:
-        token_Rc = chunk_R[:, None] * CHUNK + torch.arange(CHUNK, device=chunk_R.device)
-        last = logits_RV.shape[-1] - 1
-        score_Rc = logits_RV.gather(1, token_Rc.clamp(max=last)).float()
-        mass_Rc = (score_Rc - summary.largest_R[:, None]).exp()
-        return mass_Rc.masked_fill(token_Rc > last, 0.0)
+        score_Rc, _ = _of_chunks(logits_RV, chunk_R[:, None])
+        return (score_Rc.float() - summary.largest_R[:, None]).exp()
 
     return _search(summary.mass_RK.double(), masses_of, uniform_R)
 
 
-def top_tokens(logits_RV: Tensor, count: int) -> tuple[Tensor, Tensor]:
+def top_tokens(logits_RV: Tensor, summary: Summary, count: int) -> tuple[Tensor, Tensor]:
     """The largest logits and their tokens, (R, count), largest first.
 
     They lie in the chunks with the largest maxima, as many of those as tokens are wanted, so most
-    of the vocabulary is never ordered.
+    of the vocabulary is never looked at again.
     """
     vocabulary = logits_RV.shape[-1]
-    if count * CHUNK >= vocabulary:
-        largest = logits_RV.topk(min(count, vocabulary), dim=-1)
-        return largest.values, largest.indices
-    padded_RV = torch.nn.functional.pad(logits_RV, (0, -vocabulary % CHUNK), value=-torch.inf)
-    logits_RKc = padded_RV.view(len(logits_RV), -1, CHUNK)
-    chunk_Rk = logits_RKc.amax(-1).topk(count, dim=-1).indices
-    candidate_Rkc = logits_RKc.gather(1, chunk_Rk[..., None].expand(-1, -1, CHUNK))
-    logit_Rk, pick_Rk = candidate_Rkc.flatten(1).topk(count, dim=-1)
-    token_Rk = chunk_Rk.gather(1, pick_Rk // CHUNK) * CHUNK + pick_Rk % CHUNK
-    # Where less than that can come at all, padding is among them, as unlikely as the rest.
-    return logit_Rk, token_Rk.clamp(max=vocabulary - 1)
+    num_chunks = min(count, summary.top_RK.shape[1])
+    chunk_Rk = summary.top_RK.topk(num_chunks, dim=-1).indices
+    candidate_RC, token_RC = _of_chunks(logits_RV, chunk_Rk)
+    logit_Rk, pick_Rk = candidate_RC.topk(min(count, vocabulary), dim=-1)
+    return logit_Rk, token_RC.gather(1, pick_Rk)
+
+
+def _of_chunks(logits_RV: Tensor, chunk_Rk: Tensor) -> tuple[Tensor, Tensor]:
+    """The logits of some chunks of each row, one after the other, and their tokens; what lies
+    behind the end of the vocabulary cannot come, and counts as its last token."""
+    place_c = torch.arange(CHUNK, device=logits_RV.device)
+    token_RC = (chunk_Rk[..., None] * CHUNK + place_c).flatten(1)
+    last = logits_RV.shape[-1] - 1
+    behind_RC, token_RC = token_RC > last, token_RC.clamp(max=last)
+    return logits_RV.gather(1, token_RC).masked_fill(behind_RC, -torch.inf), token_RC
 
 
 def inverse_cdf(mass_RV: Tensor, uniform_R: Tensor) -> Tensor:
