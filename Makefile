@@ -17,7 +17,9 @@ lint: $(STAMP)
 demo: $(STAMP)
 	$(BIN)/rebm run quickstart
 
+# Other engines take part where they can be had; llama.cpp is built from source, which takes minutes.
 bench: $(STAMP)
+	-$(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt -e '.[bench]'
 	$(BIN)/rebm bench --page docs/benchmarks.md
 
 docs: $(STAMP)
