@@ -32,6 +32,7 @@ from residual_ebm.models.loading import load_tokenizer
 
 each_energy = pytest.mark.parametrize("name", toys.ENERGIES)
 CLOSE = 1e-4  # float32, energies of standard deviation 1
+WINDOWED = ("gemma3_text", "mistral")
 
 
 def energy_model(name: str, mode: ContinuationMode = "until_end") -> EnergyModel:
@@ -388,11 +389,13 @@ def test_a_block_without_a_prefix_is_refused_by_heat(length: int) -> None:
 
 @pytest.mark.parametrize("blocks_per_prefix", [3, 6])  # one row, and two
 @pytest.mark.parametrize("attention", ["eager", "sdpa"])
-@pytest.mark.parametrize("model_type", ["llama", "gpt2", "gpt_neox", "qwen3"])
+@pytest.mark.parametrize("model_type", ["llama", "gpt2", "gpt_neox", "qwen3", *WINDOWED])
 def test_a_prefix_read_once_gives_the_same_energies_and_gradients(
     model_type: str, attention: str, blocks_per_prefix: int
 ) -> None:
-    backbone = toys.causal_model(model_type).base_model
+    # A window as long as a block: several blocks in a row are longer.
+    window = {"sliding_window": 7} if model_type in WINDOWED else {}
+    backbone = toys.causal_model(model_type, **window).base_model
     backbone.set_attn_implementation(attention)
     network = TransformerEnergy(backbone)
     torch.nn.init.normal_(network.scalar.weight)
