@@ -88,6 +88,7 @@ def test_the_page_holds_every_number(tmp_path: Path) -> None:
     page = path.read_text()
     assert "| theirs | 1,500 | 2.00 x | 2.50 x | 12.5 s | 3 MB |" in page
     assert "| ours | 3,000 |  | 1.25 x | 12.5 s | 3 MB |" in page
+    assert "| ours, n = 10 | 20.0 |  |" in page
     assert "engine: not measured (not installed)." in page
     assert "- theirs, batch 16: 700 tokens/s" in page
     assert "- theirs, batch 32: not installed" in page

@@ -73,8 +73,12 @@ def test_a_benchmark_measures_us_and_what_it_names(setting: Setting, name: str) 
     assert ours["name"].startswith(OURS)
     for other, ratio in benchmark["ours_to"].items():
         assert ratio == pytest.approx(ours["rate"] / rows[other]["rate"])
+    # What has no encoder has fewer products than these.
+    others = ("with HeaT", "drawing alone")
     assert set(benchmark["products_to"]) == {
-        row_name for row_name, row in rows.items() if row["rate"] and row_name != PRODUCTS
+        row_name
+        for row_name, row in rows.items()
+        if row["rate"] and row_name != PRODUCTS and not any(other in row_name for other in others)
     }
     for other, ratio in benchmark["products_to"].items():
         assert ratio == pytest.approx(rows[PRODUCTS]["rate"] / rows[other]["rate"])

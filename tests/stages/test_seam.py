@@ -14,7 +14,7 @@ import numpy as np
 import pytest
 import torch
 from scipy.stats import binomtest
-from torch import Tensor
+from torch import Tensor, nn
 from transformers import (
     LlamaConfig,
     LlamaForCausalLM,
@@ -49,8 +49,9 @@ from residual_ebm.files.samples import (
 )
 from residual_ebm.files.storage import write_manifest
 from residual_ebm.files.tokenizers import train_tokenizer
-from residual_ebm.models import energy_inputs
+from residual_ebm.models import energy_batches, energy_inputs
 from residual_ebm.models.energy import EnergyInfo, EnergyModel
+from residual_ebm.models.energy_networks import TransformerEnergy
 from residual_ebm.models.language_model import LanguageModel
 from residual_ebm.progress import QUIET
 from residual_ebm.randomness import torch_seed
@@ -276,6 +277,25 @@ def test_positives_stored_as_negatives_cannot_be_told(
     accuracy = train_energy(energy, contrast, held_out, tmp_path, steps=30)
     assert p_value(accuracy, len(held_out), "two-sided") > 1e-3
     assert_cannot_tell(energy, held_out)
+
+
+def test_validation_reads_a_few_blocks_at_a_time(
+    world: World, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(energy_batches, "_TOKENS_AT_ONCE", 80 * LENGTH)
+    held_out = world.contrast(tmp_path / "held out", "fixed", "held out", no_seam)
+    energy = world.new_energy("fixed", "same")
+    read: dict[bool, list[int]] = {True: [], False: []}
+
+    def note(module: nn.Module, inputs: tuple[Tensor, ...]) -> None:
+        read[module.training].append(len(inputs[0]))
+
+    assert isinstance(energy.network, TransformerEnergy)
+    energy.network.backbone.get_input_embeddings().register_forward_pre_hook(note)
+    train_energy(energy, held_out, held_out, tmp_path, steps=1)
+    assert read[True] == [2 * 64]  # a step's batch is one
+    assert set(read[False]) == {80}
+    assert sum(read[False]) == 3 * 2 * len(held_out)  # validation, and both sides of detection
 
 
 @pytest.mark.parametrize("tokenizer", TOKENIZERS)

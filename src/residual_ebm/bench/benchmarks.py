@@ -314,6 +314,8 @@ def _evaluate(bench: Bench) -> dict[str, Any]:
         best,
     ]
     result = _compare("evaluate", "samples/s", specs, bench, sweep)
+    for without_encoder in specs[2:4]:  # whose products are fewer
+        result["products_to"].pop(without_encoder.name, None)
     seconds = {row["name"]: row["median_seconds"] for row in result["rows"]}
     longer, shorter, with_heat, drawing = (seconds[spec.name] for spec in specs[:4])
     result["time_at_many_to_few"] = longer / shorter if longer and shorter else None

@@ -60,7 +60,7 @@ def _markdown(results: dict[str, Any], chart: str, numbers: str) -> str:
             lines += ["", "Settings tried:", ""]
             lines += [
                 f"- {row['name']}: "
-                + (f"{row['rate']:,.0f} {benchmark['unit']}" if row["rate"] else row["error"])
+                + (f"{rate_text(row['rate'])} {benchmark['unit']}" if row["rate"] else row["error"])
                 for row in benchmark["sweep"]
             ]
     return "\n".join(lines) + "\n"
@@ -109,11 +109,15 @@ def headings(benchmark: dict[str, Any]) -> list[str]:
     return [benchmark["unit"], "we are", "at most", "first time", "peak memory"]
 
 
+def rate_text(rate: float) -> str:
+    return f"{rate:,.0f}" if rate >= 100 else f"{rate:.1f}"
+
+
 def cells(benchmark: dict[str, Any], row: dict[str, Any]) -> list[str]:
     """What a row says below the headings."""
     ratios = (benchmark.get(key, {}).get(row["name"]) for key in ("ours_to", "products_to"))
     return [
-        f"{row['rate']:,.0f}",
+        rate_text(row["rate"]),
         *("" if ratio is None else f"{ratio:.2f} x" for ratio in ratios),
         f"{row['first_seconds']:.1f} s",
         f"{row['peak_bytes'] / 1e6:,.0f} MB",

@@ -5,7 +5,7 @@ from typing import Any
 from rich.console import Console
 from rich.table import Table
 
-from residual_ebm.report.bench_page import cells, headings, sentences
+from residual_ebm.report.bench_page import cells, headings, rate_text, sentences
 
 
 def print_benchmarks(results: dict[str, Any], console: Console) -> None:
@@ -37,6 +37,6 @@ def _notes(benchmark: dict[str, Any]) -> list[str]:
         notes.append(f"Medians of {rounds} rounds in which all took turns, a process each.")
     if benchmark["sweep"]:
         swept = [row for row in benchmark["sweep"] if row["rate"] is not None]
-        tried = ", ".join(f"{row['name']} {row['rate']:,.0f}" for row in swept)
+        tried = ", ".join(f"{row['name']} {rate_text(row['rate'])}" for row in swept)
         notes.append(f"Settings tried, one turn each: {tried or 'none worked'}.")
     return notes + sentences(benchmark)

@@ -26,6 +26,7 @@ from residual_ebm.files.storage import check_manifest, delete_folder, is_complet
 from residual_ebm.models.both_ways import is_bidirectional
 from residual_ebm.models.device import use_recipe_threads
 from residual_ebm.models.energy import EnergyModel, energy_info
+from residual_ebm.models.energy_batches import rows_at_once
 from residual_ebm.models.energy_inputs import TextBridge
 from residual_ebm.models.kept_features import KeptFeatures
 from residual_ebm.models.language_model import LanguageModel
@@ -200,9 +201,13 @@ def train_nce(
     def both_classes(part: Contrast, prefix_P: np.ndarray) -> tuple[Tensor, Tensor]:
         """Energies of real blocks and of all their stored negatives."""
         every_S = np.arange(part.num_stored)
+        at_once = batch_size
+        if config.kind != "heat":  # which reads kept states, a few numbers a token
+            length = (1 + part.num_stored) * part.positives.ids_BT.shape[1]
+            at_once = rows_at_once(batch_size, length, energy.language_model.device)
         found = [
             energies[id(part)](prefix_B, np.tile(every_S, (len(prefix_B), 1)))
-            for prefix_B in np.split(prefix_P, range(batch_size, len(prefix_P), batch_size))
+            for prefix_B in np.split(prefix_P, range(at_once, len(prefix_P), at_once))
         ]
         energy_PJ = torch.cat(found)
         return energy_PJ[:, 0], energy_PJ[:, 1:].flatten()
