@@ -86,6 +86,7 @@ _ENGINES: tuple[tuple[str, str, dict[str, dict[str, Any]]], ...] = (
     ("OpenVINO GenAI", "openvino", {kind: {"weights": kind} for kind in ("f16", "q8_0")}),
 )
 _DRAWING = ("model", "text", "prefix_length", "num_tokens", "threads")
+_MULTIPLYING = ("model", "precision", "prefix_length", "num_tokens", "threads")
 
 
 def _best_decoders(bench: Bench) -> tuple[list[Spec], list[dict[str, Any]]]:
@@ -149,7 +150,7 @@ def _decode(bench: Bench, top_k: int | None = None) -> dict[str, Any]:
             _spec(
                 PRODUCTS,
                 "products:drawing",
-                **setting.take("model", "precision", "prefix_length", "num_tokens", "threads"),
+                **setting.take(*_MULTIPLYING),
                 **drawn,
             ),
             *bests,
@@ -184,11 +185,10 @@ def _negatives(bench: Bench) -> dict[str, Any]:
         ],
     )
     ours = _spec(OURS, "ours:draw", **common, num_prefixes=setting.num_prefixes)
-    names = ("model", "precision", "prefix_length", "num_tokens", "threads")
     products = _spec(
         PRODUCTS,
         "products:drawing",
-        **setting.take(*names, "num_prefixes", "samples_per_prefix"),
+        **setting.take(*_MULTIPLYING, "num_prefixes", "samples_per_prefix"),
     )
     return _compare("negatives", "tokens/s", [ours, products, best], bench, sweep)
 

@@ -35,10 +35,11 @@ def drawing(
     loaded = load_pretrained(AutoModelForCausalLM, model, "model", dtype=DTYPES[precision])
     num_rows = num_prefixes * samples_per_prefix
     step = _forward(_shapes(loaded), num_rows, precision)
-    # Of a prefix, only the last token goes through the layer of the vocabulary.
+    # Of a prefix, only the last token goes through the layer of the vocabulary; the first new ones
+    # are drawn from that, and the last new ones are not read.
     inner = _shapes(loaded, without=loaded.get_output_embeddings())
     prefixes = _few_at_once(inner, num_prefixes * prefix_length, precision)
-    return Work(lambda: _each(prefixes, *[step] * num_tokens), num_rows * num_tokens)
+    return Work(lambda: _each(prefixes, *[step] * (num_tokens - 1)), num_rows * num_tokens)
 
 
 def scoring(
