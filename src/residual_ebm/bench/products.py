@@ -34,12 +34,14 @@ def drawing(
     torch.set_num_threads(threads)
     loaded = load_pretrained(AutoModelForCausalLM, model, "model", dtype=DTYPES[precision])
     num_rows = num_prefixes * samples_per_prefix
-    step = _forward(_shapes(loaded), num_rows, precision)
+    inner, last = _inner_and_last(loaded)
+    step = _forward([*inner, last], num_rows, precision)
     # Of a prefix, only the last token goes through the layer of the vocabulary; the first new ones
     # are drawn from that, and the last new ones are not read.
-    inner = _shapes(loaded, without=loaded.get_output_embeddings())
     prefixes = _few_at_once(inner, num_prefixes * prefix_length, precision)
-    return Work(lambda: _each(prefixes, *[step] * (num_tokens - 1)), num_rows * num_tokens)
+    behind = _forward([last], num_prefixes, precision)
+    steps = [step] * (num_tokens - 1)
+    return Work(lambda: _each(prefixes, behind, *steps), num_rows * num_tokens)
 
 
 def scoring(
@@ -94,7 +96,10 @@ def training_lm(
     torch.set_num_threads(threads)
     model = AutoModelForCausalLM.from_config(AutoConfig.for_model(**architecture))
     num_rows = batch_size * length
-    return Work(_step(_shapes(model), num_rows, precision), num_rows)
+    inner, last = _inner_and_last(model)
+    layers = _step(inner, num_rows, precision)
+    vocabulary = _step([last], num_rows - batch_size, precision)  # a last token predicts nothing
+    return Work(lambda: _each(layers, vocabulary), num_rows)
 
 
 def training_nce(
@@ -139,6 +144,12 @@ def _shapes_of_encoder(encoder: str) -> list[Shape]:
     # BERT's own pooling layer is not used: the energy is read off the mean of all tokens.
     pooler = getattr(loaded, "pooler", None)
     return _shapes(loaded, without=getattr(pooler, "dense", None))
+
+
+def _inner_and_last(model: PreTrainedModel) -> tuple[list[Shape], Shape]:
+    """The layers of a language model, and that of the vocabulary."""
+    last = model.get_output_embeddings()
+    return _shapes(model, without=last), (last.out_features, last.in_features)
 
 
 def _shapes(model: PreTrainedModel, without: nn.Module | None = None) -> list[Shape]:
