@@ -11,9 +11,9 @@ from rich.console import Console
 
 from residual_ebm.bench.agreement import compare
 from residual_ebm.bench.benchmarks import _ENGINES as ENGINES
-from residual_ebm.bench.benchmarks import BENCHMARKS, OURS, PRODUCTS
+from residual_ebm.bench.benchmarks import BENCHMARKS
 from residual_ebm.bench.run import run_benchmarks
-from residual_ebm.bench.setting import Setting
+from residual_ebm.bench.setting import OURS, PRODUCTS, Setting
 from residual_ebm.errors import UserError
 from residual_ebm.models.language_model import LanguageModel
 from residual_ebm.report.bench_table import print_benchmarks
@@ -35,7 +35,9 @@ def setting(tiny_run: Path, tmp_path_factory: pytest.TempPathFactory) -> Setting
         num_tokens=4,
         num_samples=6,
         batch_sizes=(2,),
+        classifier_sizes=(2,),
         compiled_sizes=(),
+        compiled_trainer=False,  # a minute of compiling
         num_prefixes=2,
         samples_per_prefix=2,
         num_blocks=4,
@@ -69,16 +71,18 @@ def test_a_benchmark_measures_us_and_what_it_names(setting: Setting, name: str) 
         assert row["rate"] > 0
         assert len(row["seconds"]) == 2
         assert row["peak_bytes"] > 1e6
+    others = {row_name for row_name in rows if not row_name.startswith((OURS, PRODUCTS))}
+    assert set(benchmark["alternatives"]) == others
     ours = next(iter(rows.values()))
     assert ours["name"].startswith(OURS)
     for other, ratio in benchmark["ours_to"].items():
         assert ratio == pytest.approx(ours["rate"] / rows[other]["rate"])
     # What has no encoder has fewer products than these.
-    others = ("with HeaT", "drawing alone")
+    no_encoder = ("with HeaT", "drawing alone")
     assert set(benchmark["products_to"]) == {
         row_name
         for row_name, row in rows.items()
-        if row["rate"] and row_name != PRODUCTS and not any(other in row_name for other in others)
+        if row["rate"] and row_name != PRODUCTS and not any(has in row_name for has in no_encoder)
     }
     for other, ratio in benchmark["products_to"].items():
         assert ratio == pytest.approx(rows[PRODUCTS]["rate"] / rows[other]["rate"])

@@ -1,6 +1,7 @@
 """Each alternative takes part at its best, and what was tried is not tried again."""
 
 import json
+from importlib import metadata
 from typing import Any
 
 import pytest
@@ -103,6 +104,29 @@ def test_what_was_tried_otherwise_or_elsewhere_is_tried_again(
     monkeypatch.setattr(sweeps, "versions", lambda: {"processor": "another"})
     Sweeps(Setting(), QUIET, known).best("x", [ladder("a", sizes=(1, 3))])
     assert machine.asked == ["a", "a", "a"]
+
+
+def test_another_version_of_an_engine_is_tried_again(
+    machine: Machine, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    machine.rates = {"a": 5.0}
+    known: dict[str, Any] = {}
+    spec = Spec("a", "residual_ebm.bench.engines:llama_cpp", {"size": 1})
+    for version, asked in (("1", 1), ("1", 1), ("2", 2)):
+        monkeypatch.setattr(metadata, "version", lambda _name, version=version: version)
+        Sweeps(Setting(), QUIET, known).best("x", [[spec]])
+        assert len(machine.asked) == asked
+    assert known["x: a"]["versions"]["llama-cpp-python"] == "2"
+
+
+def test_what_failed_is_tried_again(machine: Machine) -> None:
+    known: dict[str, Any] = {}
+    for rate in (None, 3.0, 4.0):
+        machine.rates = {"a": rate}
+        _, (row,) = Sweeps(Setting(), QUIET, known).best("x", [ladder("a")])
+    assert machine.asked == ["a", "a"]
+    assert row["rate"] == 3.0
+    assert row["error"] is None
 
 
 def test_nothing_runs_at_all(machine: Machine) -> None:

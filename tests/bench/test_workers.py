@@ -5,6 +5,8 @@ import signal
 import time
 from pathlib import Path
 
+import torch
+
 from residual_ebm.bench.workers import Spec, Work, alternate
 
 HERE = f"{__name__}:"
@@ -39,6 +41,18 @@ def failing_later(times: int) -> Work:
 
 def dying() -> Work:
     return Work(lambda: os.kill(os.getpid(), signal.SIGKILL), 1)
+
+
+def compiling() -> Work:
+    function = torch.compile(lambda tensor: (tensor.sin() * 3 + tensor.cos()).exp())
+    files = Path(os.environ["TORCHINDUCTOR_CACHE_DIR"])
+    assert not list(files.iterdir()), "left by an earlier run"
+
+    def run() -> None:
+        function(torch.ones(10))
+        assert list(files.iterdir())
+
+    return Work(run, 1)
 
 
 def holding(megabytes: int) -> Work:
@@ -116,6 +130,23 @@ def test_a_candidate_that_hangs_is_given_up() -> None:
     )
     assert reading.error == "no answer within 2 s"
     assert time.monotonic() - begun < 50
+
+
+def test_compiling_is_told_apart_and_starts_from_nothing() -> None:
+    compiling, plain = alternate(
+        [
+            Spec("c", f"{HERE}compiling", {}),
+            Spec("s", f"{HERE}sleeping", {"seconds": 0.0, "units": 1}),
+        ],
+        1,
+        timeout=120,
+    )
+    assert compiling.error is None
+    assert compiling.compile_seconds is not None
+    assert compiling.first_seconds is not None
+    assert 0.2 < compiling.compile_seconds < compiling.first_seconds
+    assert compiling.seconds[0] < 0.1
+    assert plain.compile_seconds == 0
 
 
 def test_peaks_of_memory_are_each_candidates_own() -> None:

@@ -10,7 +10,7 @@ from transformers import AutoModel, PreTrainedModel
 
 from residual_ebm.models.both_ways import is_bidirectional, make_bidirectional
 from residual_ebm.models.loading import load_pretrained
-from residual_ebm.models.shared_prefix import can_share_prefix
+from residual_ebm.models.prefix_steps import can_share_prefix
 
 FAMILIES = ("llama", "gpt2", "gpt_neox", "qwen3", "gemma3_text", "mistral")
 

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from residual_ebm.config import ContinuationMode
 from residual_ebm.errors import UserError
-from residual_ebm.models import decoding
+from residual_ebm.models import prefix_steps
 from residual_ebm.models.decoding import (
     UNTRUNCATED,
     Decoded,
@@ -374,16 +374,6 @@ def test_decoding_may_stop_early_when_every_row_has_ended() -> None:
     assert decoded.ids_NC.tolist() == [[toys.END] * 6] * 4
 
 
-def test_a_prefix_that_cannot_be_shared_is_told_once(caplog: pytest.LogCaptureFixture) -> None:
-    decoding._tell_once.cache_clear()
-    for model_type in ("llama", "mistral", "mistral"):
-        decode_prompt(toys.language_model(model_type), torch.tensor([3, 4, 3]), 4, 2, "fixed")
-    told = [record.getMessage() for record in caplog.records if record.name == decoding.__name__]
-    assert told == [
-        "MistralForCausalLM has attention of its own; its prefix is repeated for each sample"
-    ]
-
-
 @pytest.mark.parametrize("model_type", ["llama", "gpt2", "gemma3_text"])
 def test_prefixes_may_be_read_some_at_a_time(
     monkeypatch: pytest.MonkeyPatch, model_type: str
@@ -401,7 +391,7 @@ def test_prefixes_may_be_read_some_at_a_time(
         )
 
     together = decoded()
-    monkeypatch.setattr(decoding, "_PREFIX_TOKENS_AT_ONCE", 8)  # two prefixes
+    monkeypatch.setattr(prefix_steps, "_PREFIX_TOKENS_AT_ONCE", 8)  # two prefixes
     apart = decoded()
     assert torch.equal(apart.ids_NC, together.ids_NC)
     torch.testing.assert_close(apart.log_prob_NC, together.log_prob_NC, rtol=1e-4, atol=1e-5)

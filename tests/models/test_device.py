@@ -78,6 +78,15 @@ def test_encoders_are_scored_with_plain_products_where_those_are_quicker(
     assert backbone.config._attn_implementation == "sdpa"
 
 
+@pytest.mark.parametrize(("length", "attention"), [(160, "eager"), (512, "eager"), (513, "sdpa")])
+def test_short_blocks_train_with_plain_attention(length: int, attention: str) -> None:
+    network = toys.fresh_energy("bit").network
+    assert isinstance(network, TransformerEnergy)
+    with device.quick_backward(network, length):
+        assert network.backbone.config._attn_implementation == attention
+    assert network.backbone.config._attn_implementation == "sdpa"
+
+
 @pytest.mark.parametrize("name", ["bit", "bit_bpe"])
 def test_either_attention_gives_the_energies_of_float32(
     monkeypatch: pytest.MonkeyPatch, name: str

@@ -8,7 +8,7 @@ import torch
 import toys
 
 from residual_ebm.config import ContinuationMode
-from residual_ebm.models import decoding
+from residual_ebm.models import prefix_steps
 from residual_ebm.models.decoding import UNTRUNCATED, Decoded
 from residual_ebm.models.language_model import LanguageModel, TokenFeatures
 
@@ -86,6 +86,6 @@ def test_prefixes_that_are_read_in_several_passes(monkeypatch: pytest.MonkeyPatc
     lm = toys.language_model()
     given_GC = torch.full((2, toys.NUM_NEW), 5)
     _, at_once = sample(lm, "fixed", given_ids_GC=given_GC)
-    monkeypatch.setattr(decoding, "_PREFIX_TOKENS_AT_ONCE", 1)
+    monkeypatch.setattr(prefix_steps, "_PREFIX_TOKENS_AT_ONCE", 1)
     _, in_two = sample(lm, "fixed", given_ids_GC=given_GC)
     torch.testing.assert_close(in_two.hidden_BCH, at_once.hidden_BCH)

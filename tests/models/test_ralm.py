@@ -14,8 +14,8 @@ from transformers import AutoModelForCausalLM, DynamicCache, PreTrainedModel
 from residual_ebm.config import ContinuationMode
 from residual_ebm.models import compiled
 from residual_ebm.models.language_model import LanguageModel
+from residual_ebm.models.prefix_steps import can_share_prefix
 from residual_ebm.models.ralm import RalmForCausalLM
-from residual_ebm.models.shared_prefix import can_share_prefix
 from residual_ebm.models.vocabulary_loss import next_token_loss
 
 PAIRS = [

@@ -9,9 +9,9 @@ import toys
 from torch import Tensor
 from transformers import AutoConfig, AutoModelForCausalLM, DynamicCache, PreTrainedModel
 
+from residual_ebm.models.prefix_steps import can_share_prefix
 from residual_ebm.models.shared_prefix import (
     AfterPrefix,
-    can_share_prefix,
     forward_after_prefix,
     prefix_batches,
 )

@@ -27,6 +27,7 @@ def test_loss_and_gradients(
 ) -> None:
     model = toys.causal_model(model_type)
     monkeypatch.setattr(vocabulary_loss, "_LOGITS_AT_ONCE", 7 * rows_at_once)
+    monkeypatch.setattr(vocabulary_loss, "FROM_ROWS", 1)
     ids_BT = torch.randint(0, 7, (3, 9), generator=torch.Generator().manual_seed(0))
     logits = model(ids_BT).logits[:, :-1].flatten(0, 1)
     expected = torch.nn.functional.cross_entropy(logits, ids_BT[:, 1:].flatten())
@@ -74,6 +75,7 @@ def test_two_last_layers_of_which_one_learns(
     base, residual = (toys.causal_model(family, seed=seed) for seed, family in enumerate(families))
     model = RalmForCausalLM.of(base, residual, scale).eval()
     monkeypatch.setattr(vocabulary_loss, "_LOGITS_AT_ONCE", 7 * rows_at_once)
+    monkeypatch.setattr(vocabulary_loss, "FROM_ROWS", 1)
     ids_BT = torch.randint(0, 7, (3, 9), generator=torch.Generator().manual_seed(0))
     logits_RV = model(ids_BT).logits[:, :-1].flatten(0, 1)
     expected = torch.nn.functional.cross_entropy(logits_RV, ids_BT[:, 1:].flatten())
@@ -136,6 +138,47 @@ def test_the_compiled_slope_is_that_of_the_plain_way(dtype: torch.dtype) -> None
     torch.nn.functional.cross_entropy(exact, target_R).backward()
     assert exact.grad is not None
     torch.testing.assert_close(fused.double(), exact.grad, rtol=1e-2, atol=1e-8)
+
+
+def test_pieces_of_large_vocabularies_are_still_compiled() -> None:
+    for vocabulary in (7, 49_152, 151_936, 262_144):
+        pieces = [rows.stop - rows.start for rows in vocabulary_loss._some_rows(5000, vocabulary)]
+        assert min(pieces) >= compiled.FROM_ROWS
+        assert max(pieces) * vocabulary <= 2**26
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+def test_logits_as_they_are_need_no_float32_copy(
+    monkeypatch: pytest.MonkeyPatch, dtype: torch.dtype
+) -> None:
+    monkeypatch.setattr(vocabulary_loss, "_LOGITS_AT_ONCE", 50 * 4)
+    monkeypatch.setattr(vocabulary_loss, "FROM_ROWS", 1)
+    seen: list[tuple[int, torch.dtype]] = []
+    right = vocabulary_loss._loss_and_slope
+
+    def watched(logits: Tensor, *rest: Tensor) -> tuple[Tensor, Tensor]:
+        seen.append((len(logits), logits.dtype))
+        return right(logits, *rest)
+
+    monkeypatch.setattr(vocabulary_loss, "_loss_and_slope", watched)
+    draw = torch.Generator().manual_seed(0)
+    logits_RV = (2 * torch.randn(10, 50, generator=draw)).to(dtype).requires_grad_()
+    target_R = torch.randint(50, (10,), generator=draw)
+    loss = vocabulary_loss._cross_entropy(logits_RV, target_R)
+    (3 * loss).backward()
+    assert seen == [(4, dtype), (4, dtype), (2, dtype)]
+    exact = logits_RV.detach().double().requires_grad_()
+    expected = torch.nn.functional.cross_entropy(exact, target_R)
+    (3 * expected).backward()
+    torch.testing.assert_close(loss.double(), expected, rtol=1e-5, atol=1e-6)
+    assert logits_RV.grad is not None
+    assert exact.grad is not None
+    assert logits_RV.grad.dtype == dtype
+    torch.testing.assert_close(logits_RV.grad.double(), exact.grad, rtol=2e-2, atol=1e-6)
+    with torch.no_grad():
+        torch.testing.assert_close(vocabulary_loss._cross_entropy(logits_RV, target_R), loss)
+    assert vocabulary_loss._cross_entropy(logits_RV[:0], target_R[:0]) == 0
+    assert len(seen) == 3  # without gradients none is computed
 
 
 @pytest.mark.parametrize("kind", ["bert", "modernbert", "mobilebert", "llama"])

@@ -59,6 +59,19 @@ ARCHITECTURES: dict[str, dict[str, object]] = {
     },
     "mistral": {**_GROUPED, "sliding_window": 3},
 }
+# Whose prefix is repeated: attention of their own, scores that are capped, two attentions a layer.
+REPEATING: dict[str, dict[str, object]] = {
+    "gptj": {"n_embd": 16, "n_layer": 2, "n_head": 2, "rotary_dim": 4},
+    "bloom": {"hidden_size": 16, "n_layer": 2, "n_head": 2},
+    "falcon": {**_LAYERS, "alibi": False},
+    "gemma2": {**_GROUPED, "attn_logit_softcapping": 2.0, "sliding_window": CONTEXT},
+    "diffllama": {**_GROUPED, "num_key_value_heads": 2},
+}
+# Whose memory is something else than keys and values, or not of every layer.
+READING_AGAIN: dict[str, dict[str, object]] = {
+    "mamba": {"hidden_size": 16, "num_hidden_layers": 2, "state_size": 4},
+    "lfm2": {**_GROUPED, "layer_types": ["conv", "full_attention"]},
+}
 
 
 def scale_up(model: PreTrainedModel, factor: float) -> PreTrainedModel:
@@ -82,7 +95,8 @@ def bpe_tokenizer() -> PreTrainedTokenizerFast:
 
 
 def causal_model(model_type: str = "llama", seed: int = 0, **changes: object) -> PreTrainedModel:
-    sizes = {**_SIZES, **ARCHITECTURES[model_type], **changes}
+    known = ARCHITECTURES | REPEATING | READING_AGAIN
+    sizes = {**_SIZES, **known[model_type], **changes}
     config = AutoConfig.for_model(
         model_type, **sizes, bos_token_id=END, eos_token_id=END, pad_token_id=None
     )

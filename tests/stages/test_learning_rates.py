@@ -62,6 +62,7 @@ class Task:
             run_dir.language_model("toy"),
             self.module,
             training,
+            block_length=6,
             tokens_per_item=1,
             loss_at=self.loss_at,
             validate=lambda: {"loss": self.loss_at(1).item()},

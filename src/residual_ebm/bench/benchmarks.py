@@ -9,14 +9,14 @@ from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
 from residual_ebm.bench.agreement import agreement
-from residual_ebm.bench.setting import Setting
+from residual_ebm.bench.engines import versions_of
+from residual_ebm.bench.setting import FUSED, OURS, PLAIN, PRODUCTS, Setting
 from residual_ebm.bench.sweeps import LONG_TURN, Sweeps, reading_row
 from residual_ebm.bench.workers import Spec, alternate
 from residual_ebm.progress import Progress
 
 _HERE = "residual_ebm.bench"
-OURS = "residual-ebm"
-PRODUCTS = "matrix products alone"
+_NO_ALTERNATIVES = (f"{_HERE}.ours:", f"{_HERE}.products:")  # to us
 
 
 class Bench(NamedTuple):
@@ -30,6 +30,21 @@ class Bench(NamedTuple):
 def _spec(name: str, factory: str, **arguments: Any) -> Spec:
     compiles = factory.startswith("ours:") or arguments.get("compiled", False)
     return Spec(name, f"{_HERE}.{factory}", arguments, compiles)
+
+
+def _with_either_attention(spec: Spec) -> list[Spec]:
+    """What transformers does by itself, and with plain attention, which is sometimes quicker."""
+    arguments = {**spec.arguments, "attention": PLAIN}
+    return [spec, spec._replace(name=f"{spec.name}, plain attention", arguments=arguments)]
+
+
+def _ladders(*ladders: Sequence[Spec]) -> list[list[Spec]]:
+    """Each ladder with either attention."""
+    return [
+        list(column)
+        for ladder in ladders
+        for column in zip(*map(_with_either_attention, ladder), strict=True)
+    ]
 
 
 def _compare(
@@ -54,6 +69,10 @@ def _compare(
         "unit": unit,
         "rows": [reading_row(reading) for reading in readings],
         "sweep": sweep or [],
+        "alternatives": [
+            spec.name for spec in specs if not spec.factory.startswith(_NO_ALTERNATIVES)
+        ],
+        "engines": {name: of for spec in specs for name, of in versions_of(spec.factory).items()},
         "ours_to": {
             reading.name: ours / reading.rate
             for reading in readings[1:]
@@ -95,22 +114,24 @@ def _best_decoders(bench: Bench) -> tuple[list[Spec], list[dict[str, Any]]]:
     common = {**setting.take(*_DRAWING), "top_k": None}
     best, sweep = bench.sweeps.best(
         "decode",
-        [
-            [
-                _spec(
-                    f"generate, batch {size}, {cache} cache{', compiled' if compiled else ''}",
-                    "peers:generate",
-                    **common,
-                    precision=setting.precision,
-                    num_prefixes=1,
-                    samples_per_prefix=size,
-                    cache=cache,
-                    compiled=compiled,
-                )
-                for size in (setting.compiled_sizes if compiled else setting.batch_sizes)
-            ]
-            for cache, compiled in (("dynamic", False), ("static", False), ("static", True))
-        ],
+        _ladders(
+            *(
+                [
+                    _spec(
+                        f"generate, batch {size}, {cache} cache{', compiled' if compiled else ''}",
+                        "peers:generate",
+                        **common,
+                        precision=setting.precision,
+                        num_prefixes=1,
+                        samples_per_prefix=size,
+                        cache=cache,
+                        compiled=compiled,
+                    )
+                    for size in (setting.compiled_sizes if compiled else setting.batch_sizes)
+                ]
+                for cache, compiled in (("dynamic", False), ("static", False), ("static", True))
+            )
+        ),
     )
     bests = [best]
     for title, factory, ways in _ENGINES:
@@ -161,7 +182,7 @@ def _decode(bench: Bench, top_k: int | None = None) -> dict[str, Any]:
 
 
 def _decode_top_k(bench: Bench) -> dict[str, Any]:
-    return _decode(bench, top_k=10)
+    return {**_decode(bench, top_k=10), "sweep_is_of": " without truncation"}
 
 
 def _negatives(bench: Bench) -> dict[str, Any]:
@@ -170,7 +191,7 @@ def _negatives(bench: Bench) -> dict[str, Any]:
     sizes = sorted({max(1, setting.num_prefixes // divisor) for divisor in (16, 4, 1)})
     best, sweep = bench.sweeps.best(
         "negatives",
-        [
+        _ladders(
             [
                 _spec(
                     f"generate, {size} prefixes at once",
@@ -182,7 +203,7 @@ def _negatives(bench: Bench) -> dict[str, Any]:
                 )
                 for size in sizes
             ]
-        ],
+        ),
     )
     ours = _spec(OURS, "ours:draw", **common, num_prefixes=setting.num_prefixes)
     products = _spec(
@@ -193,27 +214,32 @@ def _negatives(bench: Bench) -> dict[str, Any]:
     return _compare("negatives", "tokens/s", [ours, products, best], bench, sweep)
 
 
+def _best_classifier(bench: Bench, precision: str) -> tuple[Spec, list[dict[str, Any]]]:
+    setting = bench.setting
+    return bench.sweeps.best(
+        "score",
+        _ladders(
+            [
+                _spec(
+                    f"classifier in {precision}, batch {size}",
+                    "peers:classify",
+                    **setting.take("encoder", "text", "num_blocks", "length", "threads"),
+                    tokenizer=setting.model,
+                    precision=precision,
+                    batch_size=size,
+                )
+                for size in setting.classifier_sizes
+            ]
+        ),
+    )
+
+
 def _score(bench: Bench) -> dict[str, Any]:
     setting = bench.setting
     common = setting.take("encoder", "text", "num_blocks", "length", "threads")
     bests, sweep = [], []
     for precision in ("float32", setting.precision):
-        best, swept = bench.sweeps.best(
-            "score",
-            [
-                [
-                    _spec(
-                        f"classifier in {precision}, batch {size}",
-                        "peers:classify",
-                        **common,
-                        tokenizer=setting.model,
-                        precision=precision,
-                        batch_size=size,
-                    )
-                    for size in (8, 32, 128)
-                ]
-            ],
-        )
+        best, swept = _best_classifier(bench, precision)
         bests.append(best)
         sweep += swept
     given = {**common, **setting.take("model", "precision")}
@@ -229,20 +255,10 @@ def _train(bench: Bench) -> dict[str, Any]:
         "batch_size": setting.train_batch,
     }
     common = {**batch, "steps": setting.steps_a_turn}
-    specs = [
-        _spec(OURS, "ours:train_lm", **common, precision=setting.precision),
-        _spec(PRODUCTS, "products:training_lm", **batch, precision=setting.precision),
-        _spec("Trainer in float32", "peers:trainer_lm", **common, bf16=False),
-        _spec("Trainer(bf16=True)", "peers:trainer_lm", **common, bf16=True),
-        _spec(
-            "Trainer(bf16=True, torch_compile=True)",
-            "peers:trainer_lm",
-            **common,
-            bf16=True,
-            compiled=True,
-        ),
-    ]
-    return _compare("train", "tokens/s", specs, bench)
+    ours = _spec(OURS, "ours:train_lm", **common, precision=setting.precision)
+    products = _spec(PRODUCTS, "products:training_lm", **batch, precision=setting.precision)
+    bests, sweep = _best_trainers(bench, "train", "peers:trainer_lm", common)
+    return _compare("train", "tokens/s", [ours, products, *bests], bench, sweep)
 
 
 def _train_nce(bench: Bench) -> dict[str, Any]:
@@ -251,31 +267,41 @@ def _train_nce(bench: Bench) -> dict[str, Any]:
     given = {**common, **setting.take("model", "num_pairs", "precision")}
     steps = {"steps": setting.steps_a_turn}
     peer = {**common, **steps, "tokenizer": setting.model, "batch_size": 2 * setting.num_pairs}
-    specs = [
-        _spec(OURS, "ours:train_nce", **given, **steps),
-        _spec(PRODUCTS, "products:training_nce", **given),
-        _spec("Trainer in float32", "peers:trainer_classifier", **peer, bf16=False),
-        _spec("Trainer(bf16=True)", "peers:trainer_classifier", **peer, bf16=True),
-        _spec(
-            "Trainer(bf16=True, torch_compile=True)",
-            "peers:trainer_classifier",
-            **peer,
-            bf16=True,
-            compiled=True,
-        ),
-    ]
-    return _compare("train-nce", "blocks/s", specs, bench)
+    ours = _spec(OURS, "ours:train_nce", **given, **steps)
+    products = _spec(PRODUCTS, "products:training_nce", **given)
+    bests, sweep = _best_trainers(bench, "train-nce", "peers:trainer_classifier", peer)
+    return _compare("train-nce", "blocks/s", [ours, products, *bests], bench, sweep)
+
+
+def _best_trainers(
+    bench: Bench, name: str, factory: str, arguments: dict[str, Any]
+) -> tuple[list[Spec], list[dict[str, Any]]]:
+    """Trainer in each precision, and compiled, with the attention that suits it."""
+    ways: dict[str, dict[str, bool]] = {
+        "Trainer in float32": {"bf16": False},
+        "Trainer(bf16=True)": {"bf16": True},
+    }
+    if bench.setting.compiled_trainer:
+        ways["Trainer(bf16=True, torch_compile=True)"] = {"bf16": True, "compiled": True}
+    bests, sweep = [], []
+    for title, options in ways.items():
+        spec = _spec(title, factory, **arguments, **options)
+        best, swept = bench.sweeps.best(name, _ladders([spec]))
+        bests.append(best)
+        sweep += swept
+    return bests, sweep
 
 
 def _evaluate(bench: Bench) -> dict[str, Any]:
     setting = bench.setting
-    common = {**setting.take(*_DRAWING, "precision"), "batch_size": 64}
+    common = setting.take(*_DRAWING, "precision")
 
     def ours(name: str, num_samples: int, encoder: str | None, **options: Any) -> Spec:
         return _spec(
             f"{OURS}{name}, n = {num_samples}",
             "ours:evaluate",
             **common,
+            batch_size=64,
             encoder=encoder,
             num_samples=num_samples,
             chunk_size=setting.few_samples,  # for both: memory and rate depend on it
@@ -283,9 +309,11 @@ def _evaluate(bench: Bench) -> dict[str, Any]:
         )
 
     few, many = setting.few_samples, setting.many_samples
+    alone = _best_classifier(bench, setting.precision)[0].arguments
+    classifier = {"batch_size": alone["batch_size"], "attention": alone.get("attention", FUSED)}
     best, sweep = bench.sweeps.best(
         "evaluate",
-        [
+        _ladders(
             # Its time is proportional to n, so one batch of it is enough to know its rate.
             [
                 _spec(
@@ -293,17 +321,18 @@ def _evaluate(bench: Bench) -> dict[str, Any]:
                     "peers:generate_then_classify",
                     **common,
                     encoder=setting.encoder,
+                    classifier=classifier,
                     num_samples=size,
                 )
                 for size in setting.batch_sizes
             ]
-        ],
+        ),
     )
     products = _spec(
         PRODUCTS,
         "products:evaluating",
         **setting.take(*_DRAWING, "precision", "encoder"),
-        num_samples=setting.num_samples,
+        num_samples=setting.few_samples,  # as many as go through our layers together
     )
     specs = [
         ours("", many, setting.encoder),

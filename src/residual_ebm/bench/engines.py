@@ -7,7 +7,8 @@ reason. Each is given the ids of one prefix and asked for as many samples at onc
 import ctypes
 import tempfile
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
+from importlib import metadata
 from pathlib import Path
 from typing import Any
 
@@ -18,6 +19,22 @@ from residual_ebm.bench.gguf_export import write_gguf
 from residual_ebm.bench.inputs import real_blocks
 from residual_ebm.bench.workers import Work
 from residual_ebm.models.loading import load_tokenizer
+
+# By the name of the function that runs it.
+_PACKAGES = {
+    "ctranslate2": ("ctranslate2",),
+    "llama_cpp": ("llama-cpp-python",),
+    "openvino": ("openvino", "openvino-genai"),
+}
+
+
+def versions_of(factory: str) -> dict[str, str]:
+    """Of what a candidate is made of beside torch and transformers, as far as it is installed."""
+    found = {}
+    for package in _PACKAGES.get(factory.rpartition(":")[2], ()):
+        with suppress(metadata.PackageNotFoundError):
+            found[package] = metadata.version(package)
+    return found
 
 
 def _prefix(model: str, text: str, prefix_length: int) -> list[int]:

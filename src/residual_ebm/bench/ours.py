@@ -97,7 +97,7 @@ def train_lm(
     ids_BT = torch.randint(0, model.config.vocab_size, (batch_size, length))
 
     def run() -> None:
-        with quick_backward(model), compiled_training(model, _LONG):
+        with quick_backward(model, length), compiled_training(model, _LONG):
             _train(model, lambda _step, _part: next_token_loss(model, ids_BT), steps, precision)
 
     return Work(run, steps * batch_size * length)
@@ -124,7 +124,7 @@ def train_nce(
         return nce_loss(energy_B[:num_pairs], energy_B[num_pairs:])
 
     def run() -> None:
-        with quick_backward(energy.network), compiled_training(energy.network, _LONG):
+        with quick_backward(energy.network, length), compiled_training(energy.network, _LONG):
             _train(energy.network, loss_at, steps, precision)
 
     return Work(run, steps * len(ids_BT))

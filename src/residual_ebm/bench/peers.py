@@ -21,6 +21,7 @@ from transformers import (
 
 from residual_ebm.assets.resolve import local_source
 from residual_ebm.bench.inputs import real_blocks, real_texts
+from residual_ebm.bench.setting import FUSED
 from residual_ebm.bench.workers import Work
 from residual_ebm.models.device import DTYPES
 from residual_ebm.models.loading import load_tokenizer
@@ -39,10 +40,11 @@ def generate(
     cache: str,
     compiled: bool,
     threads: int,
+    attention: str = FUSED,
 ) -> Work:
     """transformers' generate; a unit is a token."""
     torch.set_num_threads(threads)
-    loaded = _load(model, precision)
+    loaded = _load(model, precision, attention)
     ids_GP = real_blocks(text, load_tokenizer(model, "model"), num_prefixes, prefix_length)
     if compiled:
         loaded.forward = torch.compile(loaded.forward)
@@ -53,9 +55,11 @@ def generate(
     return Work(run, num_prefixes * samples_per_prefix * num_tokens)
 
 
-def _load(model: str, precision: str) -> PreTrainedModel:
+def _load(model: str, precision: str, attention: str) -> PreTrainedModel:
     path = local_source(model, "model", kind="model")
-    loaded: PreTrainedModel = AutoModelForCausalLM.from_pretrained(path, dtype=DTYPES[precision])
+    loaded: PreTrainedModel = AutoModelForCausalLM.from_pretrained(
+        path, dtype=DTYPES[precision], attn_implementation=attention
+    )
     # It goes on behind an end-of-text as we do; to forbid one would cost a pass over the logits.
     loaded.generation_config.eos_token_id = None
     return loaded.eval()
@@ -95,19 +99,20 @@ def classify(
     length: int,
     batch_size: int,
     threads: int,
+    attention: str = FUSED,
 ) -> Work:
     """A sequence classifier over texts; a unit is a text."""
     torch.set_num_threads(threads)
-    classifier = _Classifier(encoder, precision, batch_size)
+    classifier = _Classifier(encoder, precision, batch_size, attention)
     texts = real_texts(text, tokenizer, num_blocks, length)
     return Work(lambda: classifier.score(texts), num_blocks)
 
 
 class _Classifier:
-    def __init__(self, encoder: str, precision: str, batch_size: int) -> None:
+    def __init__(self, encoder: str, precision: str, batch_size: int, attention: str) -> None:
         path = local_source(encoder, "encoder", kind="model")
         self._model = AutoModelForSequenceClassification.from_pretrained(
-            path, num_labels=1, dtype=DTYPES[precision]
+            path, num_labels=1, dtype=DTYPES[precision], attn_implementation=attention
         ).eval()
         self._tokenizer = AutoTokenizer.from_pretrained(path)
         self._batch_size = batch_size
@@ -134,19 +139,21 @@ def generate_then_classify(
     prefix_length: int,
     num_tokens: int,
     num_samples: int,
-    batch_size: int,
+    classifier: dict[str, Any],
     threads: int,
+    attention: str = FUSED,
 ) -> Work:
-    """Samples of one prefix by generate, decoded and scored by a classifier; a unit is a sample."""
+    """Samples of one prefix by generate, decoded and scored by a classifier with its own batch size
+    and attention; a unit is a sample."""
     torch.set_num_threads(threads)
-    loaded = _load(model, precision)
+    loaded = _load(model, precision, attention)
     tokenizer = load_tokenizer(model, "model")
     ids_GP = real_blocks(text, tokenizer, 1, prefix_length)
-    classifier = _Classifier(encoder, precision, batch_size)
+    scorer = _Classifier(encoder, precision, **classifier)
 
     def run() -> None:
         ids_NT = _generate(loaded, ids_GP, num_samples, num_tokens, None)
-        classifier.score(tokenizer.batch_decode(ids_NT))
+        scorer.score(tokenizer.batch_decode(ids_NT))
 
     return Work(run, num_samples)
 
@@ -160,10 +167,12 @@ def trainer_lm(
     steps: int,
     threads: int,
     compiled: bool = False,
+    attention: str = FUSED,
 ) -> Work:
     """Trainer on a language model from scratch; a unit is a token."""
     torch.set_num_threads(threads)
-    model = AutoModelForCausalLM.from_config(AutoConfig.for_model(**architecture))
+    config = AutoConfig.for_model(**architecture)
+    model = AutoModelForCausalLM.from_config(config, attn_implementation=attention)
     ids = torch.randint(0, model.config.vocab_size, (length,))
     rows = [{"input_ids": ids, "labels": ids}] * (steps * batch_size)
 
@@ -184,11 +193,14 @@ def trainer_classifier(
     steps: int,
     threads: int,
     compiled: bool = False,
+    attention: str = FUSED,
 ) -> Work:
     """Trainer on a binary classifier of texts, tokenized beforehand; a unit is a text."""
     torch.set_num_threads(threads)
     path = local_source(encoder, "encoder", kind="model")
-    model = AutoModelForSequenceClassification.from_pretrained(path, num_labels=2)
+    model = AutoModelForSequenceClassification.from_pretrained(
+        path, num_labels=2, attn_implementation=attention
+    )
     texts = real_texts(text, tokenizer, batch_size, length)
     inputs = AutoTokenizer.from_pretrained(path)(
         texts, padding=True, truncation=True, max_length=256, return_tensors="pt"

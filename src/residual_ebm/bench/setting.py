@@ -5,6 +5,12 @@ from typing import Any
 
 from residual_ebm.config import Precision
 
+# Names that stand in every table: ours begin with the first.
+OURS = "residual-ebm"
+PRODUCTS = "matrix products alone"
+# transformers' names for attention: what it takes by itself, and products written out.
+FUSED, PLAIN = "sdpa", "eager"
+
 
 @dataclass(frozen=True)
 class Setting:
@@ -21,7 +27,9 @@ class Setting:
     num_tokens: int = 40
     num_samples: int = 512
     batch_sizes: tuple[int, ...] = (16, 32, 64, 128, 256, 512)
+    classifier_sizes: tuple[int, ...] = (2, 8, 32, 128)
     compiled_sizes: tuple[int, ...] = (256, 512)  # at which generate is tried compiled as well
+    compiled_trainer: bool = True
     num_prefixes: int = 64
     samples_per_prefix: int = 8
     num_blocks: int = 512

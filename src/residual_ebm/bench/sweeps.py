@@ -11,6 +11,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass, field
 from typing import Any
 
+from residual_ebm.bench.engines import versions_of
 from residual_ebm.bench.setting import Setting
 from residual_ebm.bench.workers import Reading, Spec, alternate
 from residual_ebm.files.versions import versions
@@ -63,9 +64,11 @@ class Sweeps:
     def _row(self, name: str, spec: Spec) -> dict[str, Any]:
         key = f"{name}: {spec.name}"
         # As it will be read again.
-        asked = json.loads(json.dumps({"arguments": spec.arguments, "versions": versions()}))
+        made_with = {**versions(), **versions_of(spec.factory)}
+        asked = json.loads(json.dumps({"arguments": spec.arguments, "versions": made_with}))
         known = self.known.get(key, {})
-        if {part: known.get(part) for part in asked} != asked:
+        # What failed may have failed for want of memory or minutes.
+        if known.get("error") or {part: known.get(part) for part in asked} != asked:
             (reading,) = alternate(
                 [spec],
                 1,

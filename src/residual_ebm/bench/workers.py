@@ -7,9 +7,11 @@ its own peak of memory, and one that crashes or hangs takes no other with it.
 import contextlib
 import importlib
 import multiprocessing
+import os
 import resource
 import statistics
 import sys
+import tempfile
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
@@ -45,6 +47,7 @@ class Reading:
     name: str
     units: int = 0
     first_seconds: float | None = None  # compilation and warming up included
+    compile_seconds: float | None = None  # of these
     seconds: list[float] = field(default_factory=list)
     peak_bytes: int | None = None
     error: str | None = None
@@ -91,7 +94,10 @@ class _Worker:
         # Spawned: a fork would inherit this process's threads and memory.
         context = multiprocessing.get_context("spawn")
         self._connection, theirs = context.Pipe()
-        self._process = context.Process(target=_serve, args=(theirs, spec), daemon=True)
+        # The compiler's files: none may be left from an earlier run.
+        self._compiled = tempfile.TemporaryDirectory(ignore_cleanup_errors=True)
+        arguments = (theirs, spec, self._compiled.name)
+        self._process = context.Process(target=_serve, args=arguments, daemon=True)
         self._process.start()
         theirs.close()
         answer = self._answer()
@@ -107,6 +113,7 @@ class _Worker:
         self.reading.peak_bytes = answer["peak_bytes"]
         if first:
             self.reading.first_seconds = answer["seconds"]
+            self.reading.compile_seconds = answer["compile_seconds"]
         else:
             self.reading.seconds.append(answer["seconds"])
 
@@ -123,6 +130,7 @@ class _Worker:
         self._process.kill()
         self._process.join()
         self._connection.close()
+        self._compiled.cleanup()
 
     def _answer(self, ask: str | None = None) -> dict[str, Any] | None:
         """What the worker says; None when it cannot go on, with the reason in the reading."""
@@ -144,7 +152,8 @@ class _Worker:
         return None
 
 
-def _serve(connection: Connection, spec: Spec) -> None:
+def _serve(connection: Connection, spec: Spec, compiled: str) -> None:
+    os.environ["TORCHINDUCTOR_CACHE_DIR"] = compiled
     try:
         module, _, name = spec.factory.partition(":")
         work: Work = getattr(importlib.import_module(module), name)(**spec.arguments)
@@ -154,12 +163,27 @@ def _serve(connection: Connection, spec: Spec) -> None:
             asked = connection.recv()
             begun = time.perf_counter()
             (work.warm_up if asked == "warm up" and work.warm_up else work.run)()
-            connection.send({"seconds": time.perf_counter() - begun, "peak_bytes": _peak_bytes()})
+            connection.send(
+                {
+                    "seconds": time.perf_counter() - begun,
+                    "compile_seconds": _compile_seconds(),
+                    "peak_bytes": _peak_bytes(),
+                }
+            )
     except (EOFError, KeyboardInterrupt):
         return  # the parent is gone, or going
     except Exception as error:
         reason = " ".join(str(error).split())
         connection.send({"error": f"{type(error).__name__}: {reason[:300]}"})
+
+
+def _compile_seconds() -> float:
+    """What torch has compiled for so far in this process; an engine may do without torch."""
+    dynamo = sys.modules.get("torch._dynamo.utils")
+    if dynamo is None:
+        return 0.0
+    names, seconds = dynamo.compile_times(repr="csv", aggregate=True)
+    return float(dict(zip(names, seconds, strict=True)).get("_compile.compile_inner", 0.0))
 
 
 def _forget_peak() -> None:

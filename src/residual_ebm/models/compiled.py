@@ -23,7 +23,7 @@ from torch import nn
 from torch._dynamo.exc import FailOnRecompileLimitHit, TorchDynamoException
 from transformers import PreTrainedModel
 
-_FROM_ROWS = 256
+FROM_ROWS = 256
 _FROM_HIDDEN = 2**17  # rows x hidden size: below, a layer takes less than a second to earn back
 # Tokens x weights of the layers: below, a training takes less than some minutes.
 _FROM_TRAINED = 10**13
@@ -129,7 +129,7 @@ def _forwards_replaced(layers: list[nn.Module], dynamic: bool) -> Iterator[None]
 
 
 def _pays(device: torch.device, num_rows: int, numbers: int, from_numbers: int) -> bool:
-    return device.type == "cpu" and num_rows >= _FROM_ROWS and numbers >= from_numbers
+    return device.type == "cpu" and num_rows >= FROM_ROWS and numbers >= from_numbers
 
 
 def _compile(function: Callable[..., Any], dynamic: bool = True) -> Callable[..., Any]:

@@ -1,6 +1,6 @@
 """Many samples of one prefix (section 3.3; Algorithm 1, first line).
 
-The prefix goes through the network once and is shared by all its samples (`shared_prefix`). Tokens
+The prefix goes through the network once and is shared by all its samples (`prefix_steps`). Tokens
 are drawn by inverse CDF from given uniforms, so a sample is a function of its key, and its
 log-probability is exactly that of the distribution it came from.
 
@@ -8,20 +8,17 @@ Shapes: G prefixes, P tokens of a prefix, N = G x samples per prefix rows, C new
 V vocabulary.
 """
 
-import contextlib
 import functools
-import logging
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any, NamedTuple, cast
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
-from transformers import Cache, DynamicCache, PreTrainedModel
+from transformers import PreTrainedModel
 
 from residual_ebm.errors import UserError
-from residual_ebm.models.compiled import compiled_layers
-from residual_ebm.models.shared_prefix import AfterPrefix, can_share_prefix, shared_prefix
+from residual_ebm.models.prefix_steps import begin
 from residual_ebm.models.vocabulary import (
     CHUNK,
     Summary,
@@ -31,9 +28,6 @@ from residual_ebm.models.vocabulary import (
     summarise,
     top_tokens,
 )
-
-_PREFIX_TOKENS_AT_ONCE = 4096
-_logger = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True)
@@ -150,10 +144,7 @@ def decode(
     rows that draw have -1 there.
     """
     assert given_NC is None or truncation.describe() is None
-    logits_GV, prefix_cache = _read_prefixes(model, prefix_ids_GP)
-    next_logits = _steps(
-        model, prefix_ids_GP.shape[1], prefix_cache, samples_per_prefix, num_tokens
-    )
+    logits_GV, next_logits = begin(model, prefix_ids_GP, samples_per_prefix, num_tokens)
     logits_NV = logits_GV.repeat_interleave(samples_per_prefix, dim=0)
     num_rows, device = len(logits_NV), prefix_ids_GP.device
     ids_NC = torch.full((num_rows, num_tokens), padding, dtype=torch.int64, device=device)
@@ -176,59 +167,3 @@ def decode(
             if not running_N.any():
                 break
     return Decoded(ids_NC, length_N, log_prob_NC, proposal_NC, entropy_NC)
-
-
-def _read_prefixes(model: PreTrainedModel, ids_GP: Tensor) -> tuple[Tensor, DynamicCache]:
-    """The logits behind each prefix and the keys and values of all; some prefixes at a time, so
-    that what a layer hands to the next stays in the processor's cache."""
-    logits, caches = [], []
-    for part in ids_GP.split(max(1, _PREFIX_TOKENS_AT_ONCE // ids_GP.shape[1])):
-        cache = DynamicCache()
-        output = model(part, past_key_values=cache, use_cache=True, logits_to_keep=1)
-        logits.append(output.logits[:, -1])
-        caches.append(cache)
-    first = caches[0]
-    if len(caches) > 1:
-        for layer, *others in zip(*(cache.layers for cache in caches), strict=True):
-            layer.keys = torch.cat([part.keys for part in (layer, *others)])
-            layer.values = torch.cat([part.values for part in (layer, *others)])
-    return torch.cat(logits), first
-
-
-@functools.cache
-def _tell_once(model: str) -> None:
-    _logger.warning("%s has attention of its own; its prefix is repeated for each sample", model)
-
-
-def _steps(
-    model: PreTrainedModel,
-    prefix_length: int,
-    prefix_cache: DynamicCache,
-    samples_per_prefix: int,
-    num_tokens: int,
-) -> Callable[[Tensor, int], Tensor]:
-    """A function from each row's last token and its number after the prefix to the next logits."""
-    shares = can_share_prefix(model, prefix_length + num_tokens)
-    cache: Cache = prefix_cache
-    if shares:
-        # The last token is drawn but never read again, so it needs no room.
-        cache = AfterPrefix(prefix_cache, num_tokens - 1)
-    else:
-        _tell_once(type(model).__name__)
-        prefix_cache.batch_repeat_interleave(samples_per_prefix)
-
-    def next_logits(ids_N1: Tensor, number: int) -> Tensor:
-        with contextlib.ExitStack() as stack:
-            if isinstance(cache, AfterPrefix):
-                stack.enter_context(shared_prefix(model, cache))
-                stack.enter_context(compiled_layers(model, len(ids_N1)))
-            logits_N1V = model(
-                ids_N1,
-                past_key_values=cache,
-                position_ids=torch.full((1, 1), prefix_length + number, device=ids_N1.device),
-                use_cache=True,
-                logits_to_keep=1,
-            ).logits
-        return cast(Tensor, logits_N1V[:, -1])
-
-    return next_logits

@@ -33,7 +33,8 @@ from residual_ebm.models.energy_networks import HeadEnergy, TransformerEnergy
 from residual_ebm.models.language_model import LanguageModel, TokenFeatures, continuation_mask
 from residual_ebm.models.layer_states import check_layers
 from residual_ebm.models.loading import context_length, load_pretrained, load_tokenizer
-from residual_ebm.models.shared_prefix import can_share_prefix, prefix_batches
+from residual_ebm.models.prefix_steps import can_share_prefix
+from residual_ebm.models.shared_prefix import prefix_batches
 from residual_ebm.progress import QUIET, Progress
 
 INFO = "energy.json"

@@ -24,7 +24,8 @@ from residual_ebm.models.decoding import Decoded, Truncation, decode
 from residual_ebm.models.device import DTYPES, resolve_device, resolve_precision
 from residual_ebm.models.layer_states import states_captured
 from residual_ebm.models.loading import context_length, load_pretrained, load_tokenizer
-from residual_ebm.models.shared_prefix import can_share_prefix, forward_after_prefix
+from residual_ebm.models.prefix_steps import can_share_prefix, way_of
+from residual_ebm.models.shared_prefix import forward_after_prefix
 from residual_ebm.models.vocabulary import token_statistics
 from residual_ebm.progress import QUIET, Progress
 from residual_ebm.randomness import uniform
@@ -149,12 +150,13 @@ class LanguageModel:
         Rows that follow each other with the same prefix share it: it is computed once.
         """
         captured: list[Tensor] = []
+        shares = can_share_prefix(self.model, ids_BT.shape[1])  # a trial's states are not wanted
         # The last token predicts nothing we score, so it is not read.
         ids_BL = ids_BT[:, :-1].to(self.device)
         # Autocast off: HeaT trains inside it, and P_LM must be the same there as everywhere else.
         capture = states_captured(self.model, captured, layers)
         with capture, torch.autocast(self.device.type, enabled=False):
-            if can_share_prefix(self.model, ids_BT.shape[1]):
+            if shares:
                 logits = forward_after_prefix(self.model, ids_BL, prefix_length)
             else:
                 keep = ids_BT.shape[1] - prefix_length
@@ -266,6 +268,8 @@ class LanguageModel:
     ) -> tuple[Decoded, TokenFeatures]:
         """`sample_chunk`, and what the network computed for each token while it was drawn."""
         hidden: list[Tensor] = []
+        # Tried before, or the states of the trial would be among those wanted.
+        way_of(self.model, arguments["prefix_ids_GP"].shape[1] + arguments["num_tokens"])
         with states_captured(self.model, hidden, layers):
             decoded = self.sample_chunk(**arguments)
         num_rows, num_tokens = decoded.ids_NC.shape

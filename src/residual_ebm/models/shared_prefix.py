@@ -38,9 +38,9 @@ from residual_ebm.models.loading import POSITIONS_AFTER_PADDING
 _NAME = "residual_ebm_shared_prefix"
 
 
-def can_share_prefix(model: PreTrainedModel, length: int) -> bool:
-    """Whether the model's attention is what this file computes: causal, and in passages of so many
-    tokens over everything before."""
+def may_share_prefix(model: PreTrainedModel, length: int) -> bool:
+    """Whether, by all that a model says of itself, its attention is what this file computes:
+    causal, and in passages of so many tokens over everything before."""
     return (
         all(getattr(part, "_supports_attention_backend", False) for part in _parts(model))
         and all(_attends_to_everything(config, length) for config in _configs(model))

@@ -7,6 +7,7 @@ once, and the logits are forgotten.
 Shapes: R rows (tokens to predict), H hidden size, V vocabulary.
 """
 
+from collections.abc import Iterator
 from typing import Any
 from weakref import WeakKeyDictionary
 
@@ -14,7 +15,7 @@ import torch
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
-from residual_ebm.models.compiled import compiled_instead_of
+from residual_ebm.models.compiled import FROM_ROWS, compiled_instead_of
 from residual_ebm.models.masking import IGNORED
 from residual_ebm.models.ralm import RalmForCausalLM
 
@@ -27,7 +28,7 @@ def next_token_loss(model: PreTrainedModel, ids_BT: Tensor) -> Tensor:
     parts = model.parts if isinstance(model, RalmForCausalLM) else (model,)
     if not all(map(_ends_in_a_plain_layer, parts)):
         logits_BTV = model(ids_BT, use_cache=False).logits[:, :-1]
-        return nn.functional.cross_entropy(logits_BTV.flatten(0, 1).float(), target_R)
+        return _cross_entropy(logits_BTV.flatten(0, 1), target_R)
     *fixed, (hidden_RH, weight_VH) = (_last_product(part, ids_BT) for part in parts)
     if isinstance(model, RalmForCausalLM):
         hidden_RH = model.config.residual_scale * hidden_RH
@@ -72,8 +73,7 @@ def masked_token_loss(
     if logits_RV.ndim > 2:  # a layer that is not called, only its weights used, has seen all tokens
         logits_RV = logits_RV.flatten(0, 1).index_select(0, place_R)
     target_R = target_BL.to(device).flatten()[place_R]
-    total = nn.functional.cross_entropy(logits_RV.float(), target_R, reduction="sum")
-    return total / max(1, len(target_R))
+    return _cross_entropy(logits_RV, target_R)
 
 
 _known: WeakKeyDictionary[PreTrainedModel, bool] = WeakKeyDictionary()
@@ -132,6 +132,50 @@ def _loss_and_slope(logits_RV: Tensor, target_R: Tensor, share: Tensor) -> tuple
     return loss_R, slope_RV.to(logits_RV.dtype)
 
 
+def _some_rows(num_rows: int, vocabulary: int) -> Iterator[slice]:
+    """Not too many, for memory, and not too few for the compiled loop."""
+    at_once = max(FROM_ROWS, _LOGITS_AT_ONCE // vocabulary)
+    return (slice(start, start + at_once) for start in range(0, num_rows, at_once))
+
+
+def _loss_alone(logits_RV: Tensor, target_R: Tensor) -> Tensor:
+    """The sum over rows, in float64."""
+    loss_R = nn.functional.cross_entropy(logits_RV.float(), target_R, reduction="none")
+    return loss_R.sum(dtype=torch.float64)
+
+
+def _cross_entropy(logits_RV: Tensor, target_R: Tensor) -> Tensor:
+    """The mean over rows, 0 without any, of logits that a model has computed itself."""
+    loss: Tensor = _CrossEntropy.apply(logits_RV, target_R, torch.is_grad_enabled())
+    return loss
+
+
+class _CrossEntropy(torch.autograd.Function):
+    """Its gradient is computed with it, in the type of the logits."""
+
+    @staticmethod
+    def forward(ctx: Any, logits_RV: Tensor, target_R: Tensor, needs_gradient: bool) -> Tensor:
+        num_rows, vocabulary = logits_RV.shape
+        total = logits_RV.new_zeros((), dtype=torch.float64)
+        slope_RV = torch.empty_like(logits_RV) if needs_gradient else None
+        share = logits_RV.new_tensor(1 / max(1, num_rows), dtype=torch.float32)
+        for rows in _some_rows(num_rows, vocabulary):
+            logits = logits_RV[rows]
+            if slope_RV is None:
+                total += _loss_alone(logits, target_R[rows])
+                continue
+            loss_R, slope_RV[rows] = _loss_and_slope(logits, target_R[rows], share)
+            total += loss_R.sum(dtype=torch.float64)
+        if slope_RV is not None:
+            ctx.save_for_backward(slope_RV)
+        return (total / max(1, num_rows)).float()
+
+    @staticmethod
+    def backward(ctx: Any, *outputs: Any) -> tuple[Tensor, None, None]:
+        (slope_RV,) = ctx.saved_tensors
+        return slope_RV * outputs[0].to(slope_RV.dtype), None, None
+
+
 class _LinearCrossEntropy(torch.autograd.Function):
     """Of logits hidden x weight; `fixed` is another such pair, whose product is added and which
     learns nothing."""
@@ -156,16 +200,11 @@ class _LinearCrossEntropy(torch.autograd.Function):
             hidden_gradient = torch.empty_like(hidden)
             weight_gradient = torch.zeros_like(weight_VH)
         total = hidden.new_zeros((), dtype=torch.float64)
-        rows_at_once = max(1, _LOGITS_AT_ONCE // len(weight))
         share = hidden.new_tensor(1 / num_rows, dtype=torch.float32)
-        for start in range(0, num_rows, rows_at_once):
-            rows = slice(start, start + rows_at_once)
+        for rows in _some_rows(num_rows, len(weight)):
             logits = factors[0][rows] @ factors[1].T
             if not needs_gradient:
-                loss_R = nn.functional.cross_entropy(
-                    logits.float(), target_R[rows], reduction="none"
-                )
-                total += loss_R.sum(dtype=torch.float64)
+                total += _loss_alone(logits, target_R[rows])
                 continue
             loss_R, slope = _loss_and_slope(logits, target_R[rows], share)
             total += loss_R.sum(dtype=torch.float64)

@@ -35,8 +35,9 @@ def _markdown(results: dict[str, Any], chart: str, numbers: str) -> str:
         f" {setting['precision']} unless said otherwise. All numbers: [{numbers}]({numbers}).",
         "",
         "Candidates run in processes of their own and take turns; rates are medians of"
-        f" {setting['repeats']} rounds. *First time* includes compilation. An alternative with"
-        " settings was swept first, one turn each, and takes part at its best.",
+        f" {setting['repeats']} rounds. *First time* is that of a first turn, *compiling* what"
+        " torch compiled for in it, from nothing. An alternative with settings was swept first, one"
+        " turn each, and takes part at its best.",
         "",
         "*Matrix products alone* are the linear layers of the same work with nothing between them."
         " *At most* is how many times as fast they are: what nobody passes without multiplying less"
@@ -49,6 +50,9 @@ def _markdown(results: dict[str, Any], chart: str, numbers: str) -> str:
         commit = f", commit {by['commit'][:10]}" if by["commit"] else ""
         lines += ["", f"## {name}", "", f"{by['date']}, version {by['version']}{commit}, on"]
         lines[-1] += f" {by['cores']} cores ({by['processor']})."
+        if benchmark.get("engines"):
+            engines = (f"{package} {version}" for package, version in benchmark["engines"].items())
+            lines[-1] += f" With {', '.join(engines)}."
         if benchmark["rows"]:
             lines += ["", *_table(benchmark)]
         for row in benchmark["rows"]:
@@ -57,7 +61,7 @@ def _markdown(results: dict[str, Any], chart: str, numbers: str) -> str:
         for sentence in sentences(benchmark):
             lines += ["", sentence]
         if benchmark["sweep"]:
-            lines += ["", "Settings tried:", ""]
+            lines += ["", f"Settings tried{benchmark.get('sweep_is_of', '')}:", ""]
             lines += [
                 f"- {row['name']}: "
                 + (f"{rate_text(row['rate'])} {benchmark['unit']}" if row["rate"] else row["error"])
@@ -106,7 +110,7 @@ def _times(benchmark: dict[str, Any]) -> list[str]:
 
 
 def headings(benchmark: dict[str, Any]) -> list[str]:
-    return [benchmark["unit"], "we are", "at most", "first time", "peak memory"]
+    return [benchmark["unit"], "we are", "at most", "first time", "compiling", "peak memory"]
 
 
 def rate_text(rate: float) -> str:
@@ -115,11 +119,13 @@ def rate_text(rate: float) -> str:
 
 def cells(benchmark: dict[str, Any], row: dict[str, Any]) -> list[str]:
     """What a row says below the headings."""
+    compiling = row.get("compile_seconds")  # not known of what was measured earlier
     ratios = (benchmark.get(key, {}).get(row["name"]) for key in ("ours_to", "products_to"))
     return [
         rate_text(row["rate"]),
         *("" if ratio is None else f"{ratio:.2f} x" for ratio in ratios),
         f"{row['first_seconds']:.1f} s",
+        f"{compiling:.1f} s" if compiling else "",
         f"{row['peak_bytes'] / 1e6:,.0f} MB",
     ]
 
@@ -127,7 +133,7 @@ def cells(benchmark: dict[str, Any], row: dict[str, Any]) -> list[str]:
 def _table(benchmark: dict[str, Any]) -> list[str]:
     lines = [
         f"| | {' | '.join(headings(benchmark))} |",
-        "| --- | ---: | ---: | ---: | ---: | ---: |",
+        "| --- | " + " | ".join(["---:"] * len(headings(benchmark))) + " |",
     ]
     for row in benchmark["rows"]:
         if row["rate"] is not None:
@@ -136,11 +142,13 @@ def _table(benchmark: dict[str, Any]) -> list[str]:
 
 
 def _chart(results: dict[str, Any]) -> bytes:
-    """A bar for every alternative of every benchmark: our rate by its rate."""
+    """A bar for every alternative of every benchmark: our rate by its rate. Neither we ourselves
+    with another setting nor the products alone are alternatives."""
     bars = [
         (f"{name}: {other}", ratio)
         for name, benchmark in results["benchmarks"].items()
         for other, ratio in benchmark["ours_to"].items()
+        if other in benchmark.get("alternatives", benchmark["ours_to"])
     ][::-1]
     with style():
         figure, axes = new_chart(8, 0.8 + 0.32 * max(1, len(bars)))

@@ -183,6 +183,7 @@ def _train(
         run_dir.encoder(config.name),
         model,
         training,
+        block_length=recipe.block.length,
         tokens_per_item=recipe.block.length if bridge.same else None,
         loss_at=loss_at,
         validate=validate,

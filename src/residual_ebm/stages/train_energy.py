@@ -222,6 +222,7 @@ def train_nce(
         run_dir.energy(config.name),
         energy.network,
         training,
+        block_length=energy.info.block_length,
         tokens_per_item=tokens_per_item,
         loss_at=loss_at,
         validate=validate,

@@ -172,6 +172,7 @@ def _train(
         run_dir.language_model(config.name),
         model,
         training,
+        block_length=recipe.block.length,
         tokens_per_item=recipe.block.length,
         loss_at=loss_at,
         validate=validate,

@@ -38,6 +38,7 @@ def train_in_run(
     module: nn.Module,
     config: TrainingConfig,
     *,
+    block_length: int,
     tokens_per_item: int | None,
     **arguments: Any,
 ) -> History:
@@ -49,7 +50,8 @@ def train_in_run(
     # Shapes that vary would be compiled again and again, and differently after an interruption.
     num_tokens = config.steps * config.batch_size * (tokens_per_item or 0)
     dropout = arguments.get("dropout", True)
-    with quick_backward(module), compiled_training(module, num_tokens, dropout=dropout):
+    attention = quick_backward(module, block_length)
+    with attention, compiled_training(module, num_tokens, dropout=dropout):
         if config.other_learning_rates:
             config, trials = choose_learning_rate(
                 run_dir, stage, name, module, config, folder / "trials", **arguments

@@ -1,0 +1,218 @@
+"""One token after the other behind some prefixes, in the best of three ways that a model allows.
+
+    shared      keys and values of a prefix are kept once, and all its rows attend to them
+    repeated    they are kept once a row: models with attention of their own
+    read again  every step reads everything before it: models whose memory is no keys and values
+
+Which of them a model allows is found by a trial of a few tokens, once: what its class says of
+itself is not enough, and a model that quietly forgets its prefix would be sampled from a
+distribution that is not the one it is scored by.
+
+Shapes: G prefixes, P tokens of a prefix, N rows, C new tokens, V vocabulary.
+"""
+
+import functools
+import logging
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from enum import Enum
+from typing import Any, cast
+from weakref import WeakKeyDictionary
+
+import torch
+from torch import Tensor
+from transformers import Cache, DynamicCache, PreTrainedModel
+
+from residual_ebm.models.compiled import compiled_layers
+from residual_ebm.models.shared_prefix import (
+    AfterPrefix,
+    may_share_prefix,
+    run_after_prefix,
+    shared_prefix,
+)
+
+_PREFIX_TOKENS_AT_ONCE = 4096
+_logger = logging.getLogger(__name__)
+
+
+class Way(Enum):
+    SHARED = "shares its prefix"
+    REPEATED = "has attention of its own; its prefix is repeated for each sample"
+    READ_AGAIN = "keeps no keys and values; all tokens are read again for every new one"
+
+
+def way_of(model: PreTrainedModel, length: int) -> Way:
+    """The best way for passages of so many tokens."""
+    if can_share_prefix(model, length):
+        return Way.SHARED
+    return Way.REPEATED if _works(model, Way.REPEATED) else Way.READ_AGAIN
+
+
+def can_share_prefix(model: PreTrainedModel, length: int) -> bool:
+    return may_share_prefix(model, length) and _works(model, Way.SHARED)
+
+
+def read_prefixes(model: PreTrainedModel, ids_GP: Tensor) -> tuple[Tensor, DynamicCache]:
+    """The logits behind each prefix and the keys and values of all; some prefixes at a time, so
+    that what a layer hands to the next stays in the processor's cache."""
+    logits, caches = [], []
+    for part in ids_GP.split(max(1, _PREFIX_TOKENS_AT_ONCE // ids_GP.shape[1])):
+        cache = DynamicCache()
+        output = model(part, past_key_values=cache, use_cache=True, logits_to_keep=1)
+        logits.append(output.logits[:, -1])
+        caches.append(cache)
+    first = caches[0]
+    if len(caches) > 1:
+        for layer, *others in zip(*(cache.layers for cache in caches), strict=True):
+            layer.keys = torch.cat([part.keys for part in (layer, *others)])
+            layer.values = torch.cat([part.values for part in (layer, *others)])
+    return torch.cat(logits), first
+
+
+def begin(
+    model: PreTrainedModel, ids_GP: Tensor, rows_per_prefix: int, num_tokens: int
+) -> tuple[Tensor, Callable[[Tensor, int], Tensor]]:
+    """The logits behind each prefix, (G, V), and a function from each row's last token and its
+    number after the prefix to the next logits, (N, V)."""
+    prefix_length = ids_GP.shape[1]
+    way = way_of(model, prefix_length + num_tokens)
+    if way is not Way.SHARED:
+        _tell_once(type(model).__name__, way)
+    if way is Way.READ_AGAIN:
+        return _reading_again(model, ids_GP, rows_per_prefix)
+    logits_GV, prefix_cache = read_prefixes(model, ids_GP)
+    cache: Cache = prefix_cache
+    if way is Way.SHARED:
+        # The last token is drawn but never read again, so it needs no room.
+        cache = AfterPrefix(prefix_cache, num_tokens - 1)
+    else:
+        prefix_cache.batch_repeat_interleave(rows_per_prefix)
+
+    def next_logits(ids_N1: Tensor, number: int) -> Tensor:
+        with compiled_layers(model, len(ids_N1) if way is Way.SHARED else 0):
+            output = _step(model, ids_N1, cache, prefix_length + number, logits_to_keep=1)
+        return cast(Tensor, output.logits[:, -1])
+
+    return logits_GV, next_logits
+
+
+def _step(
+    model: PreTrainedModel, ids_N1: Tensor, cache: Cache, position: int, **options: Any
+) -> Any:
+    """The tokens at one position, read behind what `cache` holds."""
+    options |= {
+        "past_key_values": cache,
+        "position_ids": torch.full((1, 1), position, device=ids_N1.device),
+        "use_cache": True,
+    }
+    if isinstance(cache, AfterPrefix):
+        with shared_prefix(model, cache):
+            return model(ids_N1, **options)
+    return model(ids_N1, **options)
+
+
+def _reading_again(
+    model: PreTrainedModel, ids_GP: Tensor, rows_per_prefix: int
+) -> tuple[Tensor, Callable[[Tensor, int], Tensor]]:
+    def logits_behind(ids: Tensor) -> Tensor:
+        return cast(Tensor, model(ids, use_cache=False, logits_to_keep=1).logits[:, -1])
+
+    rows = [ids_GP.repeat_interleave(rows_per_prefix, dim=0)]
+
+    def next_logits(ids_N1: Tensor, _number: int) -> Tensor:
+        rows.append(ids_N1)
+        return logits_behind(torch.cat(rows, dim=1))
+
+    return logits_behind(ids_GP), next_logits
+
+
+@functools.cache
+def _tell_once(model: str, way: Way) -> None:
+    _logger.warning("%s %s", model, way.value)
+
+
+# A trial: rows of one prefix, and tokens of each after it.
+_ROWS, _PREFIX, _OWN = 2, 5, 3
+# Of the difference that another prefix makes, what may be rounding: a prefix that is not heeded
+# makes about 1, half precision a tenth, more where a rounded score asks for another expert.
+_ROUNDING, _ROUNDING_OF_HALVES = 0.01, 0.5
+# What a model may raise that meets a cache it does not know.
+_REFUSALS = (
+    AssertionError,
+    AttributeError,
+    IndexError,
+    KeyError,
+    NotImplementedError,
+    RuntimeError,
+    TypeError,
+    ValueError,
+)
+_tried: WeakKeyDictionary[PreTrainedModel, dict[Way, bool]] = WeakKeyDictionary()
+
+
+def _works(model: PreTrainedModel, way: Way) -> bool:
+    known = _tried.setdefault(model, {})
+    if way not in known:
+        known[way] = _try(model, way)
+    return known[way]
+
+
+@torch.inference_mode()
+def _try(model: PreTrainedModel, way: Way) -> bool:
+    """Whether tokens behind a prefix give in this way what a pass over whole rows gives."""
+    device = model.device
+    draw = torch.Generator().manual_seed(0)
+    vocabulary = model.get_input_embeddings().weight.shape[0]
+    shape = (2 + _ROWS, _PREFIX + _OWN)
+    one, other, *own = torch.randint(vocabulary, shape, generator=draw).to(device)
+    own_NC = torch.stack(own)[:, _PREFIX:]
+    ids_NT, other_NT = (
+        torch.cat([prefix[:_PREFIX].expand(_ROWS, -1), own_NC], dim=1) for prefix in (one, other)
+    )
+    with _at_rest(model), torch.autocast(device.type, enabled=False):
+        expected, elsewhere = (
+            _outcome(model(ids, use_cache=False))[:, _PREFIX:] for ids in (ids_NT, other_NT)
+        )
+        try:
+            outcomes = _step_by_step(model, ids_NT, way)
+        except _REFUSALS:
+            return False
+    share = _ROUNDING_OF_HALVES if model.dtype.itemsize < 4 else _ROUNDING
+    allowed = share * (elsewhere - expected).norm()
+    return all(bool((outcome - expected).norm() <= allowed) for outcome in outcomes)
+
+
+def _step_by_step(model: PreTrainedModel, ids_NT: Tensor, way: Way) -> list[Tensor]:
+    """What a model gives for the tokens behind the prefix; for a shared one also all at once."""
+    together = []
+    prefix_cache = DynamicCache()
+    model(ids_NT[:1, :_PREFIX], past_key_values=prefix_cache, use_cache=True)
+    cache: Cache = prefix_cache
+    if way is Way.SHARED:
+        cache = AfterPrefix(prefix_cache, _OWN)
+        together.append(_outcome(run_after_prefix(model, ids_NT, _PREFIX)[1]))
+    else:
+        prefix_cache.batch_repeat_interleave(_ROWS)
+    steps = [
+        _outcome(_step(model, ids_NT[:, place : place + 1], cache, place))
+        for place in range(_PREFIX, _PREFIX + _OWN)
+    ]
+    return [torch.cat(steps, dim=1), *together]
+
+
+def _outcome(output: Any) -> Tensor:
+    """A language model's logits, or the states of a network without a vocabulary layer."""
+    outcome = output.logits if "logits" in output else output.last_hidden_state
+    return cast(Tensor, outcome.float())
+
+
+@contextmanager
+def _at_rest(model: PreTrainedModel) -> Iterator[None]:
+    """Within, nothing is dropped out, in whatever mode each part is."""
+    training = [part for part in model.modules() if part.training]
+    model.eval()
+    try:
+        yield
+    finally:
+        for part in training:
+            part.training = True
