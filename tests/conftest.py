@@ -6,8 +6,12 @@ import signal
 import subprocess
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import pytest
+
+if TYPE_CHECKING:
+    from residual_ebm.bench.setting import Setting
 
 # Before torch and the hub's libraries are imported, here and in the processes that tests start: the
 # tests need no network, and models this small are slower on two threads.
@@ -120,3 +124,23 @@ def small_disk(tmp_path: Path) -> Iterator[Callable[[str], Path]]:
     yield mount
     if folder.is_mount():
         subprocess.run(["umount", str(folder)], check=True)
+
+
+@pytest.fixture(scope="module")
+def small_setting(tiny_run: Path, tmp_path_factory: pytest.TempPathFactory) -> "Setting":
+    """Models of the tiny run and a text, for benchmarks that take a second."""
+    from residual_ebm.bench.setting import Setting
+
+    text = tmp_path_factory.mktemp("bench") / "text.txt"
+    text.write_text("the cat sees a dog and the dog sees the cat . " * 200)
+    return Setting(
+        model=str(tiny_run / "language_models" / "base"),
+        encoder=str(tiny_run / "encoders" / "encoder"),
+        text=str(text),
+        precision="float32",
+        threads=1,
+        prefix_length=12,
+        num_tokens=4,
+        hidden_size=16,
+        vocabulary=50,
+    )

@@ -4,7 +4,6 @@ import io
 import json
 import os
 from dataclasses import replace
-from pathlib import Path
 
 import pytest
 from rich.console import Console
@@ -19,20 +18,12 @@ from residual_ebm.models.language_model import LanguageModel
 from residual_ebm.report.bench_table import print_benchmarks
 
 
-@pytest.fixture(scope="module")
-def setting(tiny_run: Path, tmp_path_factory: pytest.TempPathFactory) -> Setting:
-    text = tmp_path_factory.mktemp("bench") / "text.txt"
-    text.write_text("the cat sees a dog and the dog sees the cat . " * 200)
-    return Setting(
-        model=str(tiny_run / "language_models" / "base"),
-        encoder=str(tiny_run / "encoders" / "encoder"),
-        text=str(text),
-        precision="float32",
-        threads=1,
+@pytest.fixture
+def setting(small_setting: Setting) -> Setting:
+    return replace(
+        small_setting,
         repeats=2,
         timeout=120.0,
-        prefix_length=12,
-        num_tokens=4,
         num_samples=6,
         batch_sizes=(2,),
         classifier_sizes=(2,),
@@ -49,8 +40,6 @@ def setting(tiny_run: Path, tmp_path_factory: pytest.TempPathFactory) -> Setting
         agreeing_samples=5,
         plain_samples=4,
         layers=1,
-        hidden_size=16,
-        vocabulary=50,
     )
 
 

@@ -1,7 +1,7 @@
 """What everybody is measured against are the products of the work itself: no more, no less."""
 
 from collections.abc import Callable
-from pathlib import Path
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -15,23 +15,9 @@ from residual_ebm.bench.inputs import real_texts
 from residual_ebm.bench.setting import Setting
 
 
-@pytest.fixture(scope="module")
-def setting(tiny_run: Path, tmp_path_factory: pytest.TempPathFactory) -> Setting:
-    text = tmp_path_factory.mktemp("products") / "text.txt"
-    text.write_text("the cat sees a dog and the dog sees the cat . " * 200)
-    return Setting(
-        model=str(tiny_run / "language_models" / "base"),
-        encoder=str(tiny_run / "encoders" / "encoder"),
-        text=str(text),
-        precision="float32",
-        threads=1,
-        prefix_length=12,
-        num_tokens=4,
-        num_pairs=3,
-        layers=2,
-        hidden_size=16,
-        vocabulary=50,
-    )
+@pytest.fixture
+def setting(small_setting: Setting) -> Setting:
+    return replace(small_setting, num_pairs=3, layers=2)
 
 
 _LINEAR = (torch.ops.aten.mm, torch.ops.aten.addmm)

@@ -52,7 +52,7 @@ def can_share_prefix(model: PreTrainedModel, length: int) -> bool:
     return may_share_prefix(model, length) and _works(model, Way.SHARED)
 
 
-def read_prefixes(model: PreTrainedModel, ids_GP: Tensor) -> tuple[Tensor, DynamicCache]:
+def _read_prefixes(model: PreTrainedModel, ids_GP: Tensor) -> tuple[Tensor, DynamicCache]:
     """The logits behind each prefix and the keys and values of all; some prefixes at a time, so
     that what a layer hands to the next stays in the processor's cache."""
     logits, caches = [], []
@@ -80,7 +80,7 @@ def begin(
         _tell_once(type(model).__name__, way)
     if way is Way.READ_AGAIN:
         return _reading_again(model, ids_GP, rows_per_prefix)
-    logits_GV, prefix_cache = read_prefixes(model, ids_GP)
+    logits_GV, prefix_cache = _read_prefixes(model, ids_GP)
     cache: Cache = prefix_cache
     if way is Way.SHARED:
         # The last token is drawn but never read again, so it needs no room.
