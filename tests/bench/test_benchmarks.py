@@ -8,11 +8,13 @@ from dataclasses import replace
 import pytest
 from rich.console import Console
 
+from residual_ebm.bench import benchmarks, sweeps
 from residual_ebm.bench.agreement import compare
 from residual_ebm.bench.benchmarks import _ENGINES as ENGINES
 from residual_ebm.bench.benchmarks import BENCHMARKS
 from residual_ebm.bench.run import run_benchmarks
 from residual_ebm.bench.setting import OURS, PRODUCTS, Setting
+from residual_ebm.bench.workers import Reading, Spec
 from residual_ebm.errors import UserError
 from residual_ebm.models.language_model import LanguageModel
 from residual_ebm.report.bench_table import print_benchmarks
@@ -80,6 +82,31 @@ def test_a_benchmark_measures_us_and_what_it_names(setting: Setting, name: str) 
     print_benchmarks(results, Console(file=output, width=120))
     for row_name in rows:
         assert row_name in output.getvalue()
+
+
+@pytest.mark.parametrize("name", [name for name in BENCHMARKS if name != "agreement"])
+def test_peers_have_a_usual_process_and_one_has_our_memory(
+    setting: Setting, name: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """What we do to memory is ours: what others would gain by it is told apart."""
+    rounds: list[list[Spec]] = []
+
+    def alternate(specs: list[Spec], *_arguments: object, **_named: object) -> list[Reading]:
+        rounds.append(list(specs))
+        return [Reading(spec.name, 1, 1.0, 0.0, [1.0 + spec.keeps_memory], 1) for spec in specs]
+
+    for module in (benchmarks, sweeps):
+        monkeypatch.setattr(module, "alternate", alternate)
+    found = run_benchmarks([name], setting)["benchmarks"][name]
+    for spec in {spec.name: spec for specs in rounds for spec in specs}.values():
+        peer = spec.factory.startswith("residual_ebm.bench.peers:")
+        assert spec.keeps_memory == (not peer or spec.name.endswith(", memory kept"))
+    *others, last = [spec for spec in rounds[-1] if ".peers:" in spec.factory]
+    assert not any(spec.keeps_memory for spec in others)
+    assert last.keeps_memory
+    assert last.name in found["alternatives"]
+    tried = {row["name"] for row in found["sweep"]}
+    assert {spec.name for spec in (*others, last)} <= tried
 
 
 def test_the_decoder_agrees_with_the_scorer(setting: Setting) -> None:

@@ -104,6 +104,10 @@ def test_what_was_tried_otherwise_or_elsewhere_is_tried_again(
     monkeypatch.setattr(sweeps, "versions", lambda: {"processor": "another"})
     Sweeps(Setting(), QUIET, known).best("x", [ladder("a", sizes=(1, 3))])
     assert machine.asked == ["a", "a", "a"]
+    (spec,) = ladder("a", sizes=(1, 3))
+    for keeps_memory in (True, False, False):
+        Sweeps(Setting(), QUIET, known).best("x", [[spec._replace(keeps_memory=keeps_memory)]])
+    assert machine.asked == ["a", "a", "a", "a"]
 
 
 def test_another_version_of_an_engine_is_tried_again(

@@ -1,13 +1,16 @@
 """Candidates take turns, each in its own process, and none takes another with it."""
 
 import os
+import platform
 import signal
 import time
 from pathlib import Path
 
+import pytest
 import torch
 
 from residual_ebm.bench.workers import Spec, Work, alternate
+from residual_ebm.models.memory import KEEP_MEMORY
 
 HERE = f"{__name__}:"
 
@@ -60,6 +63,21 @@ def holding(megabytes: int) -> Work:
         bytearray(megabytes * 10**6)
 
     return Work(run, 1)
+
+
+def freeing(path: str, megabytes: int) -> Work:
+    """Notes how many bytes a process still has of a block that it gave back."""
+
+    def run() -> None:
+        before = _resident_bytes()
+        bytearray(b"x" * (megabytes * 10**6))
+        Path(path).write_text(str(_resident_bytes() - before))
+
+    return Work(run, 1)
+
+
+def _resident_bytes() -> int:
+    return os.sysconf("SC_PAGE_SIZE") * int(Path("/proc/self/statm").read_text().split()[1])
 
 
 def test_rates_are_units_by_median_seconds() -> None:
@@ -156,3 +174,26 @@ def test_peaks_of_memory_are_each_candidates_own() -> None:
     assert small.peak_bytes is not None
     assert large.peak_bytes is not None
     assert 300e6 < large.peak_bytes - small.peak_bytes < 500e6
+
+
+@pytest.mark.skipif(platform.libc_ver()[0] != "glibc", reason="memory is glibc's matter")
+@pytest.mark.parametrize("before", ["0", None])
+def test_only_who_keeps_memory_has_it_after_freeing(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, before: str | None
+) -> None:
+    if before is None:
+        monkeypatch.delenv(KEEP_MEMORY, raising=False)
+    else:
+        monkeypatch.setenv(KEEP_MEMORY, before)
+    kept = {}
+    for keeps_memory in (True, False):
+        path = tmp_path / str(keeps_memory)
+        arguments = {"path": str(path), "megabytes": 100}
+        spec = Spec("s", f"{HERE}freeing", arguments, keeps_memory=keeps_memory)
+        # The first turn alone: in the second, what was kept is used again.
+        (reading,) = alternate([spec], 0, timeout=60)
+        assert reading.error is None
+        kept[keeps_memory] = int(path.read_text())
+    assert kept[True] > 100e6
+    assert kept[False] < 10e6
+    assert os.environ.get(KEEP_MEMORY) == before

@@ -28,8 +28,13 @@ class Bench(NamedTuple):
 
 
 def _spec(name: str, factory: str, **arguments: Any) -> Spec:
-    compiles = factory.startswith("ours:") or arguments.get("compiled", False)
-    return Spec(name, f"{_HERE}.{factory}", arguments, compiles)
+    return Spec(
+        name,
+        f"{_HERE}.{factory}",
+        arguments,
+        compiles=factory.startswith("ours:") or arguments.get("compiled", False),
+        keeps_memory=not factory.startswith("peers:"),
+    )
 
 
 def _with_either_attention(spec: Spec) -> list[Spec]:
@@ -45,6 +50,26 @@ def _ladders(*ladders: Sequence[Spec]) -> list[list[Spec]]:
         for ladder in ladders
         for column in zip(*map(_with_either_attention, ladder), strict=True)
     ]
+
+
+def _with_memory_kept(
+    bench: Bench, name: str, *ladders: Sequence[Spec]
+) -> tuple[Spec, list[dict[str, Any]]]:
+    """The quickest of peers if they had our way with memory too, and what was tried."""
+    kept = [
+        [spec._replace(name=f"{spec.name}, memory kept", keeps_memory=True) for spec in ladder]
+        for ladder in _ladders(*ladders)
+    ]
+    return bench.sweeps.best(name, kept)
+
+
+def _each_at_its_best(
+    bench: Bench, name: str, ladders: Sequence[Sequence[Spec]]
+) -> tuple[list[Spec], list[dict[str, Any]]]:
+    """The best of every ladder, the quickest of all with memory kept, and what was tried."""
+    found = [bench.sweeps.best(name, _ladders(ladder)) for ladder in ladders]
+    found.append(_with_memory_kept(bench, name, *ladders))
+    return [best for best, _ in found], [row for _, sweep in found for row in sweep]
 
 
 def _compare(
@@ -112,28 +137,26 @@ def _best_decoders(bench: Bench) -> tuple[list[Spec], list[dict[str, Any]]]:
     """Each alternative at its best setting for untruncated samples, and what was tried."""
     setting = bench.setting
     common = {**setting.take(*_DRAWING), "top_k": None}
-    best, sweep = bench.sweeps.best(
-        "decode",
-        _ladders(
-            *(
-                [
-                    _spec(
-                        f"generate, batch {size}, {cache} cache{', compiled' if compiled else ''}",
-                        "peers:generate",
-                        **common,
-                        precision=setting.precision,
-                        num_prefixes=1,
-                        samples_per_prefix=size,
-                        cache=cache,
-                        compiled=compiled,
-                    )
-                    for size in (setting.compiled_sizes if compiled else setting.batch_sizes)
-                ]
-                for cache, compiled in (("dynamic", False), ("static", False), ("static", True))
+    dynamic, *static = (
+        [
+            _spec(
+                f"generate, batch {size}, {cache} cache{', compiled' if compiled else ''}",
+                "peers:generate",
+                **common,
+                precision=setting.precision,
+                num_prefixes=1,
+                samples_per_prefix=size,
+                cache=cache,
+                compiled=compiled,
             )
-        ),
+            for size in (setting.compiled_sizes if compiled else setting.batch_sizes)
+        ]
+        for cache, compiled in (("dynamic", False), ("static", False), ("static", True))
     )
-    bests = [best]
+    best, sweep = bench.sweeps.best("decode", _ladders(dynamic, *static))
+    kept, swept = _with_memory_kept(bench, "decode", dynamic)
+    bests = [best, kept]
+    sweep += swept
     for title, factory, ways in _ENGINES:
         ladders = [
             [
@@ -189,59 +212,48 @@ def _negatives(bench: Bench) -> dict[str, Any]:
     setting = bench.setting
     common = {**setting.take(*_DRAWING, "precision", "samples_per_prefix"), "top_k": None}
     sizes = sorted({max(1, setting.num_prefixes // divisor) for divisor in (16, 4, 1)})
-    best, sweep = bench.sweeps.best(
-        "negatives",
-        _ladders(
-            [
-                _spec(
-                    f"generate, {size} prefixes at once",
-                    "peers:generate",
-                    **common,
-                    num_prefixes=size,
-                    cache="dynamic",
-                    compiled=False,
-                )
-                for size in sizes
-            ]
-        ),
-    )
+    ladder = [
+        _spec(
+            f"generate, {size} prefixes at once",
+            "peers:generate",
+            **common,
+            num_prefixes=size,
+            cache="dynamic",
+            compiled=False,
+        )
+        for size in sizes
+    ]
+    best, sweep = bench.sweeps.best("negatives", _ladders(ladder))
+    kept, swept = _with_memory_kept(bench, "negatives", ladder)
     ours = _spec(OURS, "ours:draw", **common, num_prefixes=setting.num_prefixes)
     products = _spec(
         PRODUCTS,
         "products:drawing",
         **setting.take(*_MULTIPLYING, "num_prefixes", "samples_per_prefix"),
     )
-    return _compare("negatives", "tokens/s", [ours, products, best], bench, sweep)
+    specs = [ours, products, best, kept]
+    return _compare("negatives", "tokens/s", specs, bench, sweep + swept)
 
 
-def _best_classifier(bench: Bench, precision: str) -> tuple[Spec, list[dict[str, Any]]]:
-    setting = bench.setting
-    return bench.sweeps.best(
-        "score",
-        _ladders(
-            [
-                _spec(
-                    f"classifier in {precision}, batch {size}",
-                    "peers:classify",
-                    **setting.take("encoder", "text", "num_blocks", "length", "threads"),
-                    tokenizer=setting.model,
-                    precision=precision,
-                    batch_size=size,
-                )
-                for size in setting.classifier_sizes
-            ]
-        ),
-    )
+def _classifiers(setting: Setting, precision: str) -> list[Spec]:
+    return [
+        _spec(
+            f"classifier in {precision}, batch {size}",
+            "peers:classify",
+            **setting.take("encoder", "text", "num_blocks", "length", "threads"),
+            tokenizer=setting.model,
+            precision=precision,
+            batch_size=size,
+        )
+        for size in setting.classifier_sizes
+    ]
 
 
 def _score(bench: Bench) -> dict[str, Any]:
     setting = bench.setting
     common = setting.take("encoder", "text", "num_blocks", "length", "threads")
-    bests, sweep = [], []
-    for precision in ("float32", setting.precision):
-        best, swept = _best_classifier(bench, precision)
-        bests.append(best)
-        sweep += swept
+    ladders = [_classifiers(setting, precision) for precision in ("float32", setting.precision)]
+    bests, sweep = _each_at_its_best(bench, "score", ladders)
     given = {**common, **setting.take("model", "precision")}
     ours = _spec(OURS, "ours:score", **given, batch_size=64)
     products = _spec(PRODUCTS, "products:scoring", **given)
@@ -283,13 +295,8 @@ def _best_trainers(
     }
     if bench.setting.compiled_trainer:
         ways["Trainer(bf16=True, torch_compile=True)"] = {"bf16": True, "compiled": True}
-    bests, sweep = [], []
-    for title, options in ways.items():
-        spec = _spec(title, factory, **arguments, **options)
-        best, swept = bench.sweeps.best(name, _ladders([spec]))
-        bests.append(best)
-        sweep += swept
-    return bests, sweep
+    ladders = [[_spec(title, factory, **arguments, **options)] for title, options in ways.items()]
+    return _each_at_its_best(bench, name, ladders)
 
 
 def _evaluate(bench: Bench) -> dict[str, Any]:
@@ -309,25 +316,28 @@ def _evaluate(bench: Bench) -> dict[str, Any]:
         )
 
     few, many = setting.few_samples, setting.many_samples
-    alone = _best_classifier(bench, setting.precision)[0].arguments
-    classifier = {"batch_size": alone["batch_size"], "attention": alone.get("attention", FUSED)}
-    best, sweep = bench.sweeps.best(
-        "evaluate",
-        _ladders(
-            # Its time is proportional to n, so one batch of it is enough to know its rate.
-            [
-                _spec(
-                    f"generate, then classifier, {size} at once",
-                    "peers:generate_then_classify",
-                    **common,
-                    encoder=setting.encoder,
-                    classifier=classifier,
-                    num_samples=size,
-                )
-                for size in setting.batch_sizes
-            ]
-        ),
-    )
+    classifiers = _classifiers(setting, setting.precision)
+
+    def theirs(classifier: Spec) -> list[Spec]:
+        given = {"batch_size": classifier.arguments["batch_size"]}
+        given["attention"] = classifier.arguments.get("attention", FUSED)
+        # Its time is proportional to n, so one batch of it is enough to know its rate.
+        return [
+            _spec(
+                f"generate, then classifier, {size} at once",
+                "peers:generate_then_classify",
+                **common,
+                encoder=setting.encoder,
+                classifier=given,
+                num_samples=size,
+            )
+            for size in setting.batch_sizes
+        ]
+
+    classifier, _ = bench.sweeps.best("score", _ladders(classifiers))
+    best, sweep = bench.sweeps.best("evaluate", _ladders(theirs(classifier)))
+    kept_classifier, _ = _with_memory_kept(bench, "score", classifiers)
+    kept, swept = _with_memory_kept(bench, "evaluate", theirs(kept_classifier))
     products = _spec(
         PRODUCTS,
         "products:evaluating",
@@ -341,8 +351,9 @@ def _evaluate(bench: Bench) -> dict[str, Any]:
         ours(", drawing alone", few, None, scored=False),
         products,
         best,
+        kept,
     ]
-    result = _compare("evaluate", "samples/s", specs, bench, sweep)
+    result = _compare("evaluate", "samples/s", specs, bench, sweep + swept)
     for without_encoder in specs[2:4]:  # whose products are fewer
         result["products_to"].pop(without_encoder.name, None)
     seconds = {row["name"]: row["median_seconds"] for row in result["rows"]}

@@ -1,6 +1,7 @@
 """What one would use instead: generate, a classifier and Trainer of transformers.
 
-All of them profit from what importing our models does to a process (AMX, memory).
+Importing our models mends AMX for them as well, without which they would die on some machines. What
+it does to memory is part of our own work: their processes do without (`Spec.keeps_memory`).
 """
 
 import tempfile

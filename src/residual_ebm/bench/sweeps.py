@@ -2,7 +2,7 @@
 
 What was tried is part of the result, and is kept as soon as it is known: sweeps take longer than
 the comparison, and go on after an interruption where they were. What was tried with other
-arguments, on another processor or with other libraries is tried again.
+arguments, on another processor, with other libraries or memory is tried again.
 """
 
 import json
@@ -65,7 +65,15 @@ class Sweeps:
         key = f"{name}: {spec.name}"
         # As it will be read again.
         made_with = {**versions(), **versions_of(spec.factory)}
-        asked = json.loads(json.dumps({"arguments": spec.arguments, "versions": made_with}))
+        asked = json.loads(
+            json.dumps(
+                {
+                    "arguments": spec.arguments,
+                    "versions": made_with,
+                    "keeps_memory": spec.keeps_memory,
+                }
+            )
+        )
         known = self.known.get(key, {})
         # What failed may have failed for want of memory or minutes.
         if known.get("error") or {part: known.get(part) for part in asked} != asked:

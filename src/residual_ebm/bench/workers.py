@@ -13,13 +13,13 @@ import statistics
 import sys
 import tempfile
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from residual_ebm.models.memory import give_back_freed_memory
+from residual_ebm.models.memory import KEEP_MEMORY, give_back_freed_memory
 from residual_ebm.progress import QUIET, Progress
 
 
@@ -38,6 +38,7 @@ class Spec(NamedTuple):
     factory: str
     arguments: dict[str, Any]
     compiles: bool = False  # in its first turn, which therefore says nothing of the others
+    keeps_memory: bool = True  # that it has freed, as our own processes do
 
 
 @dataclass
@@ -98,7 +99,8 @@ class _Worker:
         self._compiled = tempfile.TemporaryDirectory(ignore_cleanup_errors=True)
         arguments = (theirs, spec, self._compiled.name)
         self._process = context.Process(target=_serve, args=arguments, daemon=True)
-        self._process.start()
+        with _environment(KEEP_MEMORY, str(int(spec.keeps_memory))):
+            self._process.start()
         theirs.close()
         answer = self._answer()
         if answer is not None:
@@ -150,6 +152,19 @@ class _Worker:
         self.reading.seconds.clear()  # a candidate that breaks off has no rate
         self._process.kill()
         return None
+
+
+@contextlib.contextmanager
+def _environment(name: str, value: str) -> Iterator[None]:
+    """For processes that are started within: memory is set up while they import this file."""
+    before = os.environ.get(name)
+    os.environ[name] = value
+    try:
+        yield
+    finally:
+        del os.environ[name]
+        if before is not None:
+            os.environ[name] = before
 
 
 def _serve(connection: Connection, spec: Spec, compiled: str) -> None:

@@ -43,6 +43,10 @@ def _markdown(results: dict[str, Any], chart: str, numbers: str) -> str:
         " *At most* is how many times as fast they are: what nobody passes without multiplying less"
         " or more coarsely.",
         "",
+        "generate, the classifier and Trainer have a process as anybody would have it. Ours keeps"
+        " freed memory for the next tensor (`models/memory.py`); *memory kept* is the quickest of"
+        " them if it had that too. Engines have it.",
+        "",
         f"![How many times as fast as each alternative]({chart})",
     ]
     for name, benchmark in results["benchmarks"].items():
