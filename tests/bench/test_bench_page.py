@@ -34,7 +34,7 @@ MEASURED = {
     "python": "3.11",
 }
 RESULTS: dict[str, Any] = {
-    "setting": {"threads": 2, "precision": "bfloat16", "repeats": 5},
+    "setting": {"threads": 2, "precision": "bfloat16", "repeats": 5, "long_turn": 45.0},
     "benchmarks": {
         "decode": {
             "unit": "tokens/s",
@@ -101,6 +101,7 @@ def test_the_page_holds_every_number(tmp_path: Path) -> None:
     path = tmp_path / "speed.md"
     write_page(RESULTS, path)
     page = path.read_text()
+    assert "a first turn of 45 s or more counts as a round" in page
     assert "| theirs | 1,500 | 2.00 x | 2.50 x | 12.5 s |  | 3 MB |" in page
     assert "| residual-ebm | 3,000 |  | 1.25 x | 12.5 s | 4.2 s | 3 MB |" in page
     assert (

@@ -145,6 +145,14 @@ def test_what_cannot_be_compared_is_told_and_nothing_is_lost(setting: Setting) -
     assert "6 samples in float32: not compared (UserError" in output.getvalue()
 
 
+def test_the_table_says_what_was_swept() -> None:
+    row = {"name": "theirs", "rate": 1.0}
+    found = {"unit": "", "rows": [], "ours_to": {}, "sweep": [row], "sweep_is_of": " elsewhere"}
+    output = io.StringIO()
+    print_benchmarks({"benchmarks": {"decode": found}}, Console(file=output, width=120))
+    assert "Settings tried elsewhere, one turn each: theirs 1.0." in output.getvalue()
+
+
 def test_what_was_measured_before_stays(setting: Setting, monkeypatch: pytest.MonkeyPatch) -> None:
     made = {"unit": "", "rows": [], "sweep": [], "ours_to": {}, "products_to": {}}
     for name in ("decode", "score"):

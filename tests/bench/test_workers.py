@@ -141,6 +141,14 @@ def test_a_broken_candidate_has_a_reason_and_no_rate() -> None:
     assert len(last.seconds) == 3
 
 
+@pytest.mark.parametrize("times", [1, 2])
+def test_a_long_first_turn_is_no_rate_of_what_breaks_off(times: int) -> None:
+    spec = Spec("failing", f"{HERE}failing_later", {"times": times})
+    (reading,) = alternate([spec], 3, timeout=60, long_turn=0.0)
+    assert reading.error == "ValueError: worn out"
+    assert reading.rate is None
+
+
 def test_a_candidate_that_hangs_is_given_up() -> None:
     begun = time.monotonic()
     (reading,) = alternate(

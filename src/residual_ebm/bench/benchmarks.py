@@ -11,7 +11,7 @@ from typing import Any, NamedTuple
 from residual_ebm.bench.agreement import agreement
 from residual_ebm.bench.engines import versions_of
 from residual_ebm.bench.setting import FUSED, OURS, PLAIN, PRODUCTS, Setting
-from residual_ebm.bench.sweeps import LONG_TURN, Sweeps, reading_row
+from residual_ebm.bench.sweeps import Sweeps, reading_row
 from residual_ebm.bench.workers import Spec, alternate
 from residual_ebm.progress import Progress
 
@@ -86,7 +86,7 @@ def _compare(
         timeout=bench.setting.timeout,
         label=name,
         progress=bench.progress,
-        long_turn=LONG_TURN,
+        long_turn=bench.setting.long_turn,
     )
     ours = readings[0].rate
     products = next((reading.rate for reading in readings if reading.name == PRODUCTS), None)
@@ -125,6 +125,7 @@ _ENGINES: tuple[tuple[str, str, dict[str, dict[str, Any]]], ...] = (
             "bf16, one cache": {"weights": "bf16", "unified": True},
             "q8_0, one cache": {"weights": "q8_0", "unified": True},
             "bf16, a cache each": {"weights": "bf16", "unified": False},
+            "q8_0, a cache each": {"weights": "q8_0", "unified": False},
         },
     ),
     ("OpenVINO GenAI", "openvino", {kind: {"weights": kind} for kind in ("f16", "q8_0")}),

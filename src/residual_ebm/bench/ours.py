@@ -118,13 +118,15 @@ def train_nce(
     torch.set_num_threads(threads)
     energy = _encoder_energy(model, encoder, length, precision)
     ids_BT = real_blocks(text, energy.language_model.tokenizer, 2 * num_pairs, length)
+    num_tokens = _LONG if energy.tokens_read(length, 1) else 0  # else lengths vary
 
     def loss_at(_step: int, _part: int) -> Tensor:
         energy_B = energy(ids_BT)
         return nce_loss(energy_B[:num_pairs], energy_B[num_pairs:])
 
     def run() -> None:
-        with quick_backward(energy.network, length), compiled_training(energy.network, _LONG):
+        attention = quick_backward(energy.network, length)
+        with attention, compiled_training(energy.network, num_tokens):
             _train(energy.network, loss_at, steps, precision)
 
     return Work(run, steps * len(ids_BT))

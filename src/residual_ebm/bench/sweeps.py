@@ -20,7 +20,6 @@ from residual_ebm.progress import Progress
 _STEPS_IN_VAIN = 2  # a sweep goes no further after so many
 _WORTH_A_STEP = 1.05  # times the best rate so far
 _AS_GOOD = 0.98  # of the best rate: the smallest such setting is taken, its turns are shorter
-LONG_TURN = 30.0  # seconds, beside which warming up does not count
 
 
 def reading_row(reading: Reading) -> dict[str, Any]:
@@ -83,7 +82,7 @@ class Sweeps:
                 timeout=self.setting.timeout,
                 label=key,
                 progress=self.progress,
-                long_turn=LONG_TURN,
+                long_turn=self.setting.long_turn,
             )
             self.known[key] = {**reading_row(reading), **asked}
             self.keep()

@@ -122,6 +122,8 @@ class _Worker:
     def rounds_ahead(self, long_turn: float | None) -> int:
         """1 where the first turn was long enough to count; it is then among the seconds."""
         first, seconds = self.reading.first_seconds, self.reading.seconds
+        if self.reading.error is not None:  # and no seconds: it must not get any
+            return 0
         if self._compiles or long_turn is None or first is None or first < long_turn:
             return 0
         if not seconds:

@@ -177,8 +177,8 @@ class LanguageModel:
         watch: Watch | None = None,
         progress: Progress = QUIET,
     ) -> Samples:
-        """Continuations of one prefix; sample i depends on (seed, i), not on the chunk size.
-        `watch` sees every chunk with what the network computed for it."""
+        """Continuations of one prefix; sample i depends on (seed, i), and on the chunk size only
+        by rounding. `watch` sees every chunk with what the network computed for it."""
         counts = {"num_samples": num_samples, "num_tokens": num_tokens, "chunk_size": chunk_size}
         for field, count in counts.items():
             if count < 1:

@@ -36,8 +36,9 @@ def _markdown(results: dict[str, Any], chart: str, numbers: str) -> str:
         "",
         "Candidates run in processes of their own and take turns; rates are medians of"
         f" {setting['repeats']} rounds. *First time* is that of a first turn, *compiling* what"
-        " torch compiled for in it, from nothing. An alternative with settings was swept first, one"
-        " turn each, and takes part at its best.",
+        " torch compiled for in it, from nothing; where nothing is compiled, a first turn of"
+        f" {setting['long_turn']:.0f} s or more counts as a round. An alternative with settings"
+        " was swept first, one turn each, and takes part at its best.",
         "",
         "*Matrix products alone* are the linear layers of the same work with nothing between them."
         " *At most* is how many times as fast they are: what nobody passes without multiplying less"
@@ -45,7 +46,7 @@ def _markdown(results: dict[str, Any], chart: str, numbers: str) -> str:
         "",
         "generate, the classifier and Trainer have a process as anybody would have it. Ours keeps"
         " freed memory for the next tensor (`models/memory.py`); *memory kept* is the quickest of"
-        " them if it had that too. Engines have it.",
+        " them if it had that too (generate with a dynamic cache). Engines have it.",
         "",
         f"![How many times as fast as each alternative]({chart})",
     ]

@@ -38,5 +38,6 @@ def _notes(benchmark: dict[str, Any]) -> list[str]:
     if benchmark["sweep"]:
         swept = [row for row in benchmark["sweep"] if row["rate"] is not None]
         tried = ", ".join(f"{row['name']} {rate_text(row['rate'])}" for row in swept)
-        notes.append(f"Settings tried, one turn each: {tried or 'none worked'}.")
+        of = benchmark.get("sweep_is_of", "")
+        notes.append(f"Settings tried{of}, one turn each: {tried or 'none worked'}.")
     return notes + sentences(benchmark)
