@@ -66,7 +66,7 @@ def test_auto_is_float32_where_both_are_as_quick(
 def test_encoders_are_scored_with_plain_products_where_those_are_quicker(
     monkeypatch: pytest.MonkeyPatch, name: str, dtype: torch.dtype, tiles: bool, attention: str
 ) -> None:
-    monkeypatch.setattr(device, "_has_tiles", lambda: tiles)
+    monkeypatch.setattr(device, "has_tiles", lambda: tiles)
     energy = toys.fresh_energy(name)
     energy.network.to(dtype)
     assert isinstance(energy.network, TransformerEnergy)
@@ -96,7 +96,7 @@ def test_either_attention_gives_the_energies_of_float32(
     exact_N = energy.energy(ids_NT)
     energy.network.to(torch.bfloat16)
     for tiles in (True, False):
-        monkeypatch.setattr(device, "_has_tiles", lambda tiles=tiles: tiles)
+        monkeypatch.setattr(device, "has_tiles", lambda tiles=tiles: tiles)
         difference_N = energy.energy(ids_NT) - exact_N
         assert difference_N.abs().max() < 0.1
         assert difference_N.abs().max() > 0  # in bfloat16, that is

@@ -9,6 +9,7 @@ import toys
 from torch import Tensor
 from transformers import AutoConfig, AutoModelForCausalLM, DynamicCache, PreTrainedModel
 
+from residual_ebm.models import shared_prefix
 from residual_ebm.models.prefix_steps import can_share_prefix
 from residual_ebm.models.shared_prefix import (
     AfterPrefix,
@@ -56,8 +57,12 @@ def rows(rows_per_prefix: list[int], prefix_length: int, num_own: int) -> Tensor
 
 @pytest.mark.parametrize("model_type", SHARING)
 @pytest.mark.parametrize("rows_per_prefix", [[5], [3, 3], [1, 1, 1], [1, 4]], ids=str)
+@pytest.mark.parametrize("tiles", [True, False])
 @torch.inference_mode()
-def test_logits_equal_those_of_whole_rows(model_type: str, rows_per_prefix: list[int]) -> None:
+def test_logits_equal_those_of_whole_rows(
+    model_type: str, rows_per_prefix: list[int], tiles: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(shared_prefix, "has_tiles", lambda: tiles)
     model = model_of(model_type)
     assert can_share_prefix(model, LENGTH)
     ids_NT = rows(rows_per_prefix, prefix_length=6, num_own=5)
@@ -122,12 +127,15 @@ def test_a_failure_leaves_the_model_as_it_was() -> None:
     assert model.config._attn_implementation == before
 
 
-@pytest.mark.parametrize(("num_queries", "heads"), [(6, 1), (7, 2)])
+@pytest.mark.parametrize(
+    ("tiles", "num_queries", "heads"), [(True, 6, 1), (True, 7, 2), (False, 7, 1)]
+)
 @torch.inference_mode()
-def test_keys_are_repeated_for_heads_only_where_queries_are_many(
-    num_queries: int, heads: int
+def test_keys_are_repeated_for_heads_only_where_that_is_quicker(
+    tiles: bool, num_queries: int, heads: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Many prefixes with few samples each would otherwise hold every key several times."""
+    monkeypatch.setattr(shared_prefix, "has_tiles", lambda: tiles)
     cache = DynamicCache()
     model_of("qwen3")(rows([1, 1, 1], 6, 0), past_key_values=cache)
     keys, values = AfterPrefix(cache, 1).own[0].prefix_for(2, num_queries)

@@ -79,13 +79,11 @@ def quick_backward(network: nn.Module, length: int) -> Iterator[None]:
 def quick_scoring(network: nn.Module) -> Iterator[None]:
     """Without matrix tiles, fused attention multiplies bfloat16 at a fraction of the rate of plain
     products. The processor decides, not a trial: energies must round alike in every process."""
-    with _plain_attention(
-        network, lambda model: model.dtype == torch.bfloat16 and not _has_tiles()
-    ):
+    with _plain_attention(network, lambda model: model.dtype == torch.bfloat16 and not has_tiles()):
         yield
 
 
-_has_tiles = functools.cache(has_amx)  # it reads a page for each of a server's many cores
+has_tiles = functools.cache(has_amx)  # it reads a page for each of a server's many cores
 
 
 @contextmanager

@@ -33,6 +33,7 @@ from transformers.cache_utils import DynamicLayer
 from transformers.masking_utils import AttentionMaskInterface
 
 from residual_ebm.models.compiled import compiled_instead_of
+from residual_ebm.models.device import has_tiles
 from residual_ebm.models.loading import POSITIONS_AFTER_PADDING
 
 _NAME = "residual_ebm_shared_prefix"
@@ -89,11 +90,11 @@ class _Layer:
         self._buffers: list[Tensor] = []
 
     def prefix_for(self, num_heads: int, num_queries: int) -> tuple[Tensor, ...]:
-        """The prefix's keys and values, (G, K, P, D), or (G, H, P, D) where a prefix has more
-        queries than tokens: repeating it once for heads that share it then costs less than moving
-        the queries at every step."""
+        """The prefix's keys and values, (G, K, P, D), or (G, H, P, D) where products are quick and
+        a prefix has more queries than tokens: repeating it once for heads that share it then costs
+        less than moving the queries at every step, which makes for fewer and larger products."""
         repeats = num_heads // self._prefix[0].shape[1]
-        if repeats > 1 and num_queries > self._prefix[0].shape[2]:
+        if repeats > 1 and num_queries > self._prefix[0].shape[2] and has_tiles():
             self._prefix = tuple(
                 states.repeat_interleave(repeats, dim=1) for states in self._prefix
             )
@@ -214,11 +215,9 @@ def _attend(
     assert attention_mask is None
     scale = 1 / math.sqrt(query.shape[-1]) if scaling is None else scaling
     layer: int = module.layer_idx  # type: ignore[assignment]
-    return _attend_after_prefix(query, key, value, layer, scale), None
+    return _operator(query, key, value, layer, scale), None
 
 
-# An operator of its own, so that a compiled layer calls it and does not look inside.
-@torch.library.custom_op("residual_ebm::attend_after_prefix", mutates_args=())
 def _attend_after_prefix(
     query: Tensor, key: Tensor, value: Tensor, layer: int, scale: float
 ) -> Tensor:
@@ -269,7 +268,6 @@ def _attend_to_prefix(query_NHLD: Tensor, kept: _Layer, scale: float) -> tuple[T
     return out_NKRLD.reshape(query_NHLD.shape), lse_NKRL.reshape(query_NHLD.shape[:-1])
 
 
-@_attend_after_prefix.register_fake
 def _shape_of_attended(query: Tensor, *_rest: Any) -> Tensor:
     num_rows, num_heads, num_new, size = query.shape
     return query.new_empty(num_rows, num_new, num_heads, size)
@@ -334,6 +332,18 @@ def _attention(
 def _no_mask(*_args: Any, **_kwargs: Any) -> None:
     """`_attend` masks by itself."""
 
+
+# An operator of its own, so that a compiled layer calls it and does not look inside. It is defined
+# by hand: `torch.library.custom_op` would look after it for a tenth of a millisecond a layer.
+_library = torch.library.Library("residual_ebm", "FRAGMENT")
+_library.define(
+    "attend_after_prefix(Tensor query, Tensor key, Tensor value, SymInt layer, float scale)"
+    " -> Tensor",
+    tags=torch.Tag.pt2_compliant_tag,
+)
+_library.impl("attend_after_prefix", _attend_after_prefix, "CompositeExplicitAutograd")
+_operator = torch.ops.residual_ebm.attend_after_prefix.default
+torch.library.register_fake(_operator, _shape_of_attended, lib=_library)
 
 AttentionInterface.register(_NAME, _attend)
 AttentionMaskInterface.register(_NAME, _no_mask)
