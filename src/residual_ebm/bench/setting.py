@@ -29,7 +29,7 @@ class Setting:
     num_samples: int = 512
     batch_sizes: tuple[int, ...] = (16, 32, 64, 128, 256, 512)
     classifier_sizes: tuple[int, ...] = (2, 8, 32, 128)
-    compiled_sizes: tuple[int, ...] = (64, 256)  # at which generate is tried compiled as well
+    compiled_sizes: tuple[int, ...] = (64, 256, 512)  # at which generate is tried compiled as well
     compiled_trainer: bool = True
     num_prefixes: int = 64
     samples_per_prefix: int = 8
