@@ -79,7 +79,7 @@ def test_a_benchmark_measures_us_and_what_it_names(setting: Setting, name: str) 
         assert ratio == pytest.approx(rows[PRODUCTS]["rate"] / rows[other]["rate"])
 
     output = io.StringIO()
-    print_benchmarks(results, Console(file=output, width=120))
+    print_benchmarks(results, Console(file=output, width=200))
     for row_name in rows:
         assert row_name in output.getvalue()
 
@@ -149,7 +149,7 @@ def test_the_table_says_what_was_swept() -> None:
     row = {"name": "theirs", "rate": 1.0}
     found = {"unit": "", "rows": [], "ours_to": {}, "sweep": [row], "sweep_is_of": " elsewhere"}
     output = io.StringIO()
-    print_benchmarks({"benchmarks": {"decode": found}}, Console(file=output, width=120))
+    print_benchmarks({"benchmarks": {"decode": found}}, Console(file=output, width=200))
     assert "Settings tried elsewhere, one turn each: theirs 1.0." in output.getvalue()
 
 
