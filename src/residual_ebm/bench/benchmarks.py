@@ -224,16 +224,14 @@ def _negatives(bench: Bench) -> dict[str, Any]:
         )
         for size in sizes
     ]
-    best, sweep = bench.sweeps.best("negatives", _ladders(ladder))
-    kept, swept = _with_memory_kept(bench, "negatives", ladder)
+    bests, sweep = _each_at_its_best(bench, "negatives", [ladder])
     ours = _spec(OURS, "ours:draw", **common, num_prefixes=setting.num_prefixes)
     products = _spec(
         PRODUCTS,
         "products:drawing",
         **setting.take(*_MULTIPLYING, "num_prefixes", "samples_per_prefix"),
     )
-    specs = [ours, products, best, kept]
-    return _compare("negatives", "tokens/s", specs, bench, sweep + swept)
+    return _compare("negatives", "tokens/s", [ours, products, *bests], bench, sweep)
 
 
 def _classifiers(setting: Setting, precision: str) -> list[Spec]:

@@ -142,7 +142,6 @@ _REFUSALS = (
     AttributeError,
     IndexError,
     KeyError,
-    NotImplementedError,
     RuntimeError,
     TypeError,
     ValueError,
