@@ -73,6 +73,22 @@ def test_of_settings_as_good_the_smallest(machine: Machine) -> None:
     assert best.name == "b"
 
 
+def test_ladders_that_one_turn_does_not_tell_apart_contend(machine: Machine) -> None:
+    machine.rates = {"a": 5.0, "b": 9.6, "c": 9.7, "d": 9.4, "e": 10.0, "f": None}
+    ladders = [ladder("a", "b", "c"), ladder("d"), ladder("e"), ladder("f")]
+    contenders, tried = Sweeps(Setting(), QUIET).contenders("x", ladders)
+    assert [spec.name for spec in contenders] == ["b", "e"]
+    assert [row["name"] for row in tried] == machine.asked == list("abcdef")
+
+
+def test_where_all_fail_one_says_why(machine: Machine) -> None:
+    machine.rates = {"a": None, "b": None}
+    contenders, tried = Sweeps(Setting(), QUIET).contenders("x", [ladder("a"), ladder("b")])
+    assert [spec.name for spec in contenders] == ["a"]
+    assert machine.asked == ["a", "b"]
+    assert [row["error"] for row in tried] == ["died", "died"]
+
+
 def test_what_is_known_is_not_tried_again_and_is_kept_at_once(machine: Machine) -> None:
     machine.rates = {"a": 5.0, "b": 9.0}
     known: dict[str, Any] = {}

@@ -1,5 +1,6 @@
 """Candidates take turns, each in its own process, and none takes another with it."""
 
+import atexit
 import os
 import platform
 import signal
@@ -74,6 +75,11 @@ def freeing(path: str, megabytes: int) -> Work:
         Path(path).write_text(str(_resident_bytes() - before))
 
     return Work(run, 1)
+
+
+def tidying_up(path: str) -> Work:
+    atexit.register(Path(path).touch)
+    return Work(lambda: None, 1)
 
 
 def _resident_bytes() -> int:
@@ -156,6 +162,11 @@ def test_a_candidate_that_hangs_is_given_up() -> None:
     )
     assert reading.error == "no answer within 2 s"
     assert time.monotonic() - begun < 50
+
+
+def test_a_candidate_leaves_by_itself_and_tidies_up(tmp_path: Path) -> None:
+    alternate([Spec("tidy", HERE + "tidying_up", {"path": str(tmp_path / "left")})], 1, timeout=60)
+    assert (tmp_path / "left").exists()
 
 
 def test_compiling_is_told_apart_and_starts_from_nothing() -> None:

@@ -135,7 +135,8 @@ _MULTIPLYING = ("model", "precision", "prefix_length", "num_tokens", "threads")
 
 
 def _best_decoders(bench: Bench) -> tuple[list[Spec], list[dict[str, Any]]]:
-    """Each alternative at its best setting for untruncated samples, and what was tried."""
+    """Each alternative at its best setting for untruncated samples, or at those between which one
+    turn does not decide, and what was tried."""
     setting = bench.setting
     common = {**setting.take(*_DRAWING), "top_k": None}
     dynamic, *static = (
@@ -154,9 +155,9 @@ def _best_decoders(bench: Bench) -> tuple[list[Spec], list[dict[str, Any]]]:
         ]
         for cache, compiled in (("dynamic", False), ("static", False), ("static", True))
     )
-    best, sweep = bench.sweeps.best("decode", _ladders(dynamic, *static))
+    bests, sweep = bench.sweeps.contenders("decode", _ladders(dynamic, *static))
     kept, swept = _with_memory_kept(bench, "decode", dynamic)
-    bests = [best, kept]
+    bests.append(kept)
     sweep += swept
     for title, factory, ways in _ENGINES:
         ladders = [
@@ -175,8 +176,8 @@ def _best_decoders(bench: Bench) -> tuple[list[Spec], list[dict[str, Any]]]:
         if importlib.util.find_spec(factory) is None:
             bests.append(ladders[0][0])  # says why it cannot take part
             continue
-        engine, swept = bench.sweeps.best("decode", ladders)
-        bests.append(engine)
+        engines, swept = bench.sweeps.contenders("decode", ladders)
+        bests += engines
         sweep += swept
     return bests, sweep
 

@@ -20,6 +20,7 @@ from residual_ebm.progress import Progress
 _STEPS_IN_VAIN = 2  # a sweep goes no further after so many
 _WORTH_A_STEP = 1.05  # times the best rate so far
 _AS_GOOD = 0.98  # of the best rate: the smallest such setting is taken, its turns are shorter
+_CLOSE = 0.95  # of the best rate: one turn does not tell which is the quicker
 
 
 def reading_row(reading: Reading) -> dict[str, Any]:
@@ -59,6 +60,18 @@ class Sweeps:
         as_good = [pair for pair in tried if (pair[1]["rate"] or 0.0) >= _AS_GOOD * top]
         quickest, _ = min(as_good, key=lambda pair: int(pair[1]["units"]))
         return quickest, [row for _, row in tried]
+
+    def contenders(
+        self, name: str, ladders: Sequence[Sequence[Spec]]
+    ) -> tuple[list[Spec], list[dict[str, Any]]]:
+        """The best of every ladder that comes close to the quickest, and what those tried did."""
+        found = [self.best(name, [ladder]) for ladder in ladders]
+        rows = [row for _, swept in found for row in swept]
+        rates = {row["name"]: row["rate"] or 0.0 for row in rows}
+        top = max(rates.values())
+        if top == 0.0:
+            return [found[0][0]], rows  # which says what hinders it
+        return [spec for spec, _ in found if rates[spec.name] >= _CLOSE * top], rows
 
     def _row(self, name: str, spec: Spec) -> dict[str, Any]:
         key = f"{name}: {spec.name}"

@@ -22,6 +22,8 @@ from typing import Any, NamedTuple
 from residual_ebm.models.memory import KEEP_MEMORY, give_back_freed_memory
 from residual_ebm.progress import QUIET, Progress
 
+_LEAVING = 5.0  # seconds that a worker has for it
+
 
 class Work(NamedTuple):
     """What a candidate does when it is its turn, and how much that is."""
@@ -131,9 +133,10 @@ class _Worker:
         return 1
 
     def stop(self) -> None:
+        self._connection.close()  # on which a worker that waits leaves, and tidies up behind itself
+        self._process.join(_LEAVING)
         self._process.kill()
         self._process.join()
-        self._connection.close()
         self._compiled.cleanup()
 
     def _answer(self, ask: str | None = None) -> dict[str, Any] | None:

@@ -38,7 +38,8 @@ def _markdown(results: dict[str, Any], chart: str, numbers: str) -> str:
         f" {setting['repeats']} rounds. *First time* is that of a first turn, *compiling* what"
         " torch compiled for in it, from nothing; where nothing is compiled, a first turn of"
         f" {setting['long_turn']:.0f} s or more counts as a round. An alternative with settings"
-        " was swept first, one turn each, and takes part at its best.",
+        " was swept first, one turn each, and takes part at its best; where one turn does not"
+        " decide between ways of drawing, all of these do.",
         "",
         "*Matrix products alone* are the linear layers of the same work with nothing between them."
         " *At most* is how many times as fast they are: what nobody passes without multiplying less"
