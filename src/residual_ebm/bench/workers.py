@@ -22,7 +22,7 @@ from typing import Any, NamedTuple
 from residual_ebm.models.memory import KEEP_MEMORY, give_back_freed_memory
 from residual_ebm.progress import QUIET, Progress
 
-_LEAVING = 5.0  # seconds that a worker has for it
+_LEAVING = 5.0  # seconds that a worker has to end by itself
 
 
 class Work(NamedTuple):
