@@ -34,7 +34,7 @@ MEASURED = {
     "python": "3.11",
 }
 RESULTS: dict[str, Any] = {
-    "setting": {"threads": 2, "precision": "bfloat16", "repeats": 5, "long_turn": 45.0},
+    "setting": {"threads": 2, "precision": "bfloat16", "repeats": 5},
     "benchmarks": {
         "decode": {
             "unit": "tokens/s",
@@ -45,7 +45,11 @@ RESULTS: dict[str, Any] = {
                 row("engine", None),
             ],
             "engines": {"an-engine": "4.5"},
-            "sweep": [row("theirs, batch 16", 700.0), row("theirs, batch 32", None)],
+            "sweep": [
+                row("theirs, batch 16", 700.0),
+                row("theirs, batch 32", None),
+                row("theirs, batch 64", 600.0, seconds=[12.5]),
+            ],
             "ours_to": {"theirs": 2.0, "matrix products alone": 0.8},
             "alternatives": ["theirs", "engine"],
             "products_to": {"residual-ebm": 1.25, "theirs": 2.5},
@@ -60,6 +64,8 @@ RESULTS: dict[str, Any] = {
                 row("drawing", 20.0),
             ],
             "sweep": [],
+            "remark": "Measured by night.",
+            "settings_of": ["decode", "score"],
             "ours_to": {"residual-ebm, n = 1": 0.95, "slower": 5.5},
             "alternatives": ["slower"],
             "products_to": {},
@@ -101,7 +107,9 @@ def test_the_page_holds_every_number(tmp_path: Path) -> None:
     path = tmp_path / "speed.md"
     write_page(RESULTS, path)
     page = path.read_text()
-    assert "a first turn of 45 s or more counts as a round" in page
+    assert "medians of 5 rounds" in page
+    assert "\n\nMeasured by night.\n\n| | samples/s |" in page
+    assert "Settings of alternatives: what `decode` and `score` found" in page
     assert "| theirs | 1,500 | 2.00 x | 2.50 x | 12.5 s |  | 3 MB |" in page
     assert "| residual-ebm | 3,000 |  | 1.25 x | 12.5 s | 4.2 s | 3 MB |" in page
     assert (
@@ -109,7 +117,8 @@ def test_the_page_holds_every_number(tmp_path: Path) -> None:
     )
     assert "| residual-ebm, n = 10 | 20.0 |  |" in page
     assert "engine: not measured (not installed)." in page
-    assert "- theirs, batch 16: 700 tokens/s" in page
+    assert "- theirs, batch 16: 700 tokens/s\n" in page
+    assert "- theirs, batch 64: 600 tokens/s in a first turn\n" in page
     assert "- theirs, batch 32: not installed" in page
     assert "Time of `residual-ebm, n = 10`: 10.50 times that of `residual-ebm, n = 1`." in page
     assert "2,000 samples in bfloat16: log-prob as drawn minus log-prob as scored -0.00250" in page

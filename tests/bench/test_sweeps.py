@@ -20,12 +20,9 @@ class Machine:
         self.rates = rates
         self.asked: list[str] = []
 
-    def alternate(
-        self, specs: list[Spec], repeats: int, *, long_turn: float | None, **_: Any
-    ) -> list[Reading]:
+    def alternate(self, specs: list[Spec], repeats: int, **_: Any) -> list[Reading]:
         (spec,) = specs
         assert repeats == 1
-        assert long_turn == 30.0
         self.asked.append(spec.name)
         rate, units = self.rates[spec.name], spec.arguments["size"]
         if rate is None:

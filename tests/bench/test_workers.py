@@ -99,27 +99,12 @@ def test_rates_are_units_by_median_seconds() -> None:
 
 def test_candidates_take_turns_in_processes_of_their_own(tmp_path: Path) -> None:
     path = str(tmp_path / "turns")
-    specs = [Spec(name, f"{HERE}noting", {"path": path, "name": name}) for name in "ab"]
-    alternate(specs, 2, timeout=60)
+    specs = [Spec(name, f"{HERE}noting", {"path": path, "name": name}) for name in "abc"]
+    alternate(specs, 4, timeout=60)
     turns = [line.split() for line in Path(path).read_text().splitlines()]
-    assert [name for name, _ in turns] == list("ababab")
-    assert len({process for _, process in turns}) == 2
+    assert "".join(name for name, _ in turns) == "abc" + "bca" + "cab" + "abc" + "bca"
+    assert len({process for _, process in turns}) == 3
     assert str(os.getpid()) not in {process for _, process in turns}
-
-
-def test_a_long_first_turn_counts(tmp_path: Path) -> None:
-    path = tmp_path / "turns"
-    spec = Spec("a", f"{HERE}noting", {"path": str(path), "name": "a"})
-    (long,) = alternate([spec], 1, timeout=60, long_turn=0.0)
-    assert len(path.read_text().splitlines()) == 1
-    assert long.seconds == [long.first_seconds]
-    (short,) = alternate([spec], 1, timeout=60, long_turn=50.0)
-    assert len(path.read_text().splitlines()) == 3
-    assert len(short.seconds) == 1
-    assert short.seconds != [short.first_seconds]
-    (compiling,) = alternate([spec._replace(compiles=True)], 1, timeout=60, long_turn=0.0)
-    assert len(path.read_text().splitlines()) == 5
-    assert compiling.seconds != [compiling.first_seconds]
 
 
 def test_what_warms_up_otherwise_does_so_once(tmp_path: Path) -> None:
@@ -145,14 +130,6 @@ def test_a_broken_candidate_has_a_reason_and_no_rate() -> None:
     ]
     assert all(reading.rate is None for reading in readings)
     assert len(last.seconds) == 3
-
-
-@pytest.mark.parametrize("times", [1, 2])
-def test_a_long_first_turn_is_no_rate_of_what_breaks_off(times: int) -> None:
-    spec = Spec("failing", f"{HERE}failing_later", {"times": times})
-    (reading,) = alternate([spec], 3, timeout=60, long_turn=0.0)
-    assert reading.error == "ValueError: worn out"
-    assert reading.rate is None
 
 
 def test_a_candidate_that_hangs_is_given_up() -> None:

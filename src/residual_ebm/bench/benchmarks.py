@@ -19,6 +19,9 @@ _HERE = "residual_ebm.bench"
 _NO_ALTERNATIVES = (f"{_HERE}.ours:", f"{_HERE}.products:")  # to us
 
 
+_KEPT = ", memory kept"  # ends the name of a peer that has our way with memory
+
+
 class Bench(NamedTuple):
     """What every benchmark is given."""
 
@@ -32,7 +35,6 @@ def _spec(name: str, factory: str, **arguments: Any) -> Spec:
         name,
         f"{_HERE}.{factory}",
         arguments,
-        compiles=factory.startswith("ours:") or arguments.get("compiled", False),
         keeps_memory=not factory.startswith("peers:"),
     )
 
@@ -57,7 +59,7 @@ def _with_memory_kept(
 ) -> tuple[Spec, list[dict[str, Any]]]:
     """The quickest of peers if they had our way with memory too, and what was tried."""
     kept = [
-        [spec._replace(name=f"{spec.name}, memory kept", keeps_memory=True) for spec in ladder]
+        [spec._replace(name=f"{spec.name}{_KEPT}", keeps_memory=True) for spec in ladder]
         for ladder in _ladders(*ladders)
     ]
     return bench.sweeps.best(name, kept)
@@ -86,7 +88,6 @@ def _compare(
         timeout=bench.setting.timeout,
         label=name,
         progress=bench.progress,
-        long_turn=bench.setting.long_turn,
     )
     ours = readings[0].rate
     products = next((reading.rate for reading in readings if reading.name == PRODUCTS), None)
@@ -134,18 +135,25 @@ _DRAWING = ("model", "text", "prefix_length", "num_tokens", "threads")
 _MULTIPLYING = ("model", "precision", "prefix_length", "num_tokens", "threads")
 
 
-def _best_decoders(bench: Bench) -> tuple[list[Spec], list[dict[str, Any]]]:
-    """Each alternative at its best setting for untruncated samples, or at those between which one
-    turn does not decide, and what was tried."""
+def _generate(bench: Bench, title: str, **arguments: Any) -> Spec:
+    compiled = ", compiled" if arguments["compiled"] else ""
+    return _spec(
+        f"generate, {title}, {arguments['cache']} cache{compiled}",
+        "peers:generate",
+        **bench.setting.take(*_DRAWING, "precision"),
+        **{"top_k": None, **arguments},
+    )
+
+
+def _best_of_generate(bench: Bench) -> tuple[list[Spec], Spec, list[dict[str, Any]]]:
+    """Of one prefix: ways between which one turn does not decide, the quickest if it had our way
+    with memory, and what was tried."""
     setting = bench.setting
-    common = {**setting.take(*_DRAWING), "top_k": None}
     dynamic, *static = (
         [
-            _spec(
-                f"generate, batch {size}, {cache} cache{', compiled' if compiled else ''}",
-                "peers:generate",
-                **common,
-                precision=setting.precision,
+            _generate(
+                bench,
+                f"batch {size}",
                 num_prefixes=1,
                 samples_per_prefix=size,
                 cache=cache,
@@ -157,15 +165,22 @@ def _best_decoders(bench: Bench) -> tuple[list[Spec], list[dict[str, Any]]]:
     )
     bests, sweep = bench.sweeps.contenders("decode", _ladders(dynamic, *static))
     kept, swept = _with_memory_kept(bench, "decode", dynamic)
-    bests.append(kept)
-    sweep += swept
+    return bests, kept, sweep + swept
+
+
+def _best_of_engines(bench: Bench) -> tuple[list[Spec], list[dict[str, Any]]]:
+    """As with generate, of each engine that is installed."""
+    setting = bench.setting
+    bests: list[Spec] = []
+    sweep: list[dict[str, Any]] = []
     for title, factory, ways in _ENGINES:
         ladders = [
             [
                 _spec(
                     f"{title}, batch {size}, {way}",
                     f"engines:{factory}",
-                    **common,
+                    **setting.take(*_DRAWING),
+                    top_k=None,
                     samples_per_prefix=size,
                     **options,
                 )
@@ -184,8 +199,12 @@ def _best_decoders(bench: Bench) -> tuple[list[Spec], list[dict[str, Any]]]:
 
 def _decode(bench: Bench, top_k: int | None = None) -> dict[str, Any]:
     setting = bench.setting
-    bests, sweep = _best_decoders(bench)
-    bests = [spec._replace(arguments={**spec.arguments, "top_k": top_k}) for spec in bests]
+    bests, kept, sweep = _best_of_generate(bench)
+    engines, swept = _best_of_engines(bench)
+    bests = [
+        spec._replace(arguments={**spec.arguments, "top_k": top_k})
+        for spec in (*bests, kept, *engines)
+    ]
     drawn = {"num_prefixes": 1, "samples_per_prefix": setting.num_samples}
     ours = {**setting.take(*_DRAWING, "precision"), "top_k": top_k, **drawn}
     return _compare(
@@ -202,7 +221,7 @@ def _decode(bench: Bench, top_k: int | None = None) -> dict[str, Any]:
             *bests,
         ],
         bench,
-        sweep,
+        sweep + swept,
     )
 
 
@@ -214,25 +233,31 @@ def _negatives(bench: Bench) -> dict[str, Any]:
     setting = bench.setting
     common = {**setting.take(*_DRAWING, "precision", "samples_per_prefix"), "top_k": None}
     sizes = sorted({max(1, setting.num_prefixes // divisor) for divisor in (16, 4, 1)})
-    ladder = [
-        _spec(
-            f"generate, {size} prefixes at once",
-            "peers:generate",
-            **common,
-            num_prefixes=size,
-            cache="dynamic",
-            compiled=False,
-        )
-        for size in sizes
-    ]
-    bests, sweep = _each_at_its_best(bench, "negatives", [ladder])
+    # A static cache without compiling is no quicker than a dynamic one anywhere in `decode`.
+    dynamic, compiled = (
+        [
+            _generate(
+                bench,
+                f"{size} prefixes at once",
+                num_prefixes=size,
+                samples_per_prefix=setting.samples_per_prefix,
+                cache=cache,
+                compiled=compiled,
+            )
+            for size in (setting.compiled_prefixes if compiled else sizes)
+        ]
+        for cache, compiled in (("dynamic", False), ("static", True))
+    )
+    bests, sweep = bench.sweeps.contenders("negatives", _ladders(dynamic, compiled))
+    kept, swept = _with_memory_kept(bench, "negatives", dynamic)
     ours = _spec(OURS, "ours:draw", **common, num_prefixes=setting.num_prefixes)
     products = _spec(
         PRODUCTS,
         "products:drawing",
         **setting.take(*_MULTIPLYING, "num_prefixes", "samples_per_prefix"),
     )
-    return _compare("negatives", "tokens/s", [ours, products, *bests], bench, sweep)
+    specs = [ours, products, *bests, kept]
+    return _compare("negatives", "tokens/s", specs, bench, sweep + swept)
 
 
 def _classifiers(setting: Setting, precision: str) -> list[Spec]:
@@ -277,7 +302,7 @@ def _train_nce(bench: Bench) -> dict[str, Any]:
     setting = bench.setting
     common = setting.take("encoder", "text", "length", "threads")
     given = {**common, **setting.take("model", "num_pairs", "precision")}
-    steps = {"steps": setting.steps_a_turn}
+    steps = {"steps": setting.nce_steps_a_turn}
     peer = {**common, **steps, "tokenizer": setting.model, "batch_size": 2 * setting.num_pairs}
     ours = _spec(OURS, "ours:train_nce", **given, **steps)
     products = _spec(PRODUCTS, "products:training_nce", **given)
@@ -316,28 +341,26 @@ def _evaluate(bench: Bench) -> dict[str, Any]:
         )
 
     few, many = setting.few_samples, setting.many_samples
-    classifiers = _classifiers(setting, setting.precision)
 
-    def theirs(classifier: Spec) -> list[Spec]:
-        given = {"batch_size": classifier.arguments["batch_size"]}
-        given["attention"] = classifier.arguments.get("attention", FUSED)
+    def theirs(drawing: Spec, classifier: Spec) -> Spec:
         # Its time is proportional to n, so one batch of it is enough to know its rate.
-        return [
-            _spec(
-                f"generate, then classifier, {size} at once",
-                "peers:generate_then_classify",
-                **common,
-                encoder=setting.encoder,
-                classifier=given,
-                num_samples=size,
-            )
-            for size in setting.batch_sizes
-        ]
+        given = classifier.arguments
+        return drawing._replace(
+            name=f"{drawing.name.removesuffix(_KEPT)}, then classifier",
+            factory=f"{_HERE}.peers:generate_then_classify",
+            arguments={
+                "drawing": drawing.arguments,
+                "encoder": setting.encoder,
+                "batch_size": given["batch_size"],
+                "attention": given.get("attention", FUSED),
+            },
+        )
 
+    classifiers = _classifiers(setting, setting.precision)
     classifier, _ = bench.sweeps.best("score", _ladders(classifiers))
-    best, sweep = bench.sweeps.best("evaluate", _ladders(theirs(classifier)))
     kept_classifier, _ = _with_memory_kept(bench, "score", classifiers)
-    kept, swept = _with_memory_kept(bench, "evaluate", theirs(kept_classifier))
+    bests, kept, _ = _best_of_generate(bench)
+    kept = theirs(kept, kept_classifier)
     products = _spec(
         PRODUCTS,
         "products:evaluating",
@@ -350,10 +373,11 @@ def _evaluate(bench: Bench) -> dict[str, Any]:
         ours(" with HeaT", few, None),
         ours(", drawing alone", few, None, scored=False),
         products,
-        best,
-        kept,
+        *(theirs(best, classifier) for best in bests),
+        kept._replace(name=f"{kept.name}{_KEPT}"),
     ]
-    result = _compare("evaluate", "samples/s", specs, bench, sweep + swept)
+    result = _compare("evaluate", "samples/s", specs, bench)
+    result["settings_of"] = ["decode", "score"]
     for without_encoder in specs[2:4]:  # whose products are fewer
         result["products_to"].pop(without_encoder.name, None)
     seconds = {row["name"]: row["median_seconds"] for row in result["rows"]}

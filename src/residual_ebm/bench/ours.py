@@ -79,7 +79,7 @@ def score(
     energy = _encoder_energy(model, encoder, length, precision)
     energy.network.to(energy.language_model.model.dtype)
     ids_BT = real_blocks(text, energy.language_model.tokenizer, num_blocks, length)
-    return Work(lambda: _discard(energy.energy(ids_BT, batch_size=batch_size)), num_blocks)
+    return Work(lambda: energy.energy(ids_BT, batch_size=batch_size), num_blocks)
 
 
 def train_lm(
@@ -190,7 +190,7 @@ def evaluate(
         parts = [energies_of(first).float() for first in range(0, num_samples, chunk_size)]
         log_partition_bounds(log_weight(torch.cat(parts)))
 
-    return Work(run, num_samples, warm_up=lambda: _discard(energies_of(0)))
+    return Work(run, num_samples, warm_up=lambda: energies_of(0))
 
 
 def _info(kind: Any, prefix_length: int, length: int) -> EnergyInfo:
@@ -227,7 +227,3 @@ def _train(module: Any, loss_at: Any, steps: int, precision: Precision) -> None:
             progress=QUIET,
             label="bench",
         )
-
-
-def _discard(_value: object) -> None:
-    """Computed for its time alone."""

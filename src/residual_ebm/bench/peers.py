@@ -5,6 +5,7 @@ it does to memory is part of our own work: their processes do without (`Spec.kee
 """
 
 import tempfile
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -28,7 +29,14 @@ from residual_ebm.models.device import DTYPES
 from residual_ebm.models.loading import load_tokenizer
 
 
-def generate(
+def generate(**drawing: Any) -> Work:
+    """transformers' generate; a unit is a token."""
+    draw = _drawing(**drawing)
+    units = drawing["num_prefixes"] * drawing["samples_per_prefix"] * drawing["num_tokens"]
+    return Work(draw, units)
+
+
+def _drawing(
     *,
     model: str,
     precision: str,
@@ -42,52 +50,36 @@ def generate(
     compiled: bool,
     threads: int,
     attention: str = FUSED,
-) -> Work:
-    """transformers' generate; a unit is a token."""
+) -> Callable[[], Tensor]:
+    """Draws tokens of some prefixes, each with its prefix before them."""
     torch.set_num_threads(threads)
-    loaded = _load(model, precision, attention)
+    path = local_source(model, "model", kind="model")
+    loaded: PreTrainedModel = AutoModelForCausalLM.from_pretrained(
+        path, dtype=DTYPES[precision], attn_implementation=attention
+    ).eval()
+    # It goes on behind an end-of-text as we do; to forbid one would cost a pass over the logits.
+    loaded.generation_config.eos_token_id = None
     ids_GP = real_blocks(text, load_tokenizer(model, "model"), num_prefixes, prefix_length)
     if compiled:
         loaded.forward = torch.compile(loaded.forward)
 
-    def run() -> None:
-        _generate(loaded, ids_GP, samples_per_prefix, num_tokens, top_k, cache)
+    def draw() -> Tensor:
+        generated: Tensor = loaded.generate(
+            ids_GP,
+            attention_mask=torch.ones_like(ids_GP),
+            do_sample=True,
+            top_k=0 if top_k is None else top_k,
+            top_p=1.0,
+            temperature=1.0,
+            num_return_sequences=samples_per_prefix,
+            max_new_tokens=num_tokens,
+            cache_implementation=cache,
+            pad_token_id=0,
+            disable_compile=True,
+        )
+        return generated
 
-    return Work(run, num_prefixes * samples_per_prefix * num_tokens)
-
-
-def _load(model: str, precision: str, attention: str) -> PreTrainedModel:
-    path = local_source(model, "model", kind="model")
-    loaded: PreTrainedModel = AutoModelForCausalLM.from_pretrained(
-        path, dtype=DTYPES[precision], attn_implementation=attention
-    )
-    # It goes on behind an end-of-text as we do; to forbid one would cost a pass over the logits.
-    loaded.generation_config.eos_token_id = None
-    return loaded.eval()
-
-
-def _generate(
-    model: PreTrainedModel,
-    ids_GP: Tensor,
-    samples_per_prefix: int,
-    num_tokens: int,
-    top_k: int | None,
-    cache: str = "dynamic",
-) -> Tensor:
-    generated: Tensor = model.generate(
-        ids_GP,
-        attention_mask=torch.ones_like(ids_GP),
-        do_sample=True,
-        top_k=0 if top_k is None else top_k,
-        top_p=1.0,
-        temperature=1.0,
-        num_return_sequences=samples_per_prefix,
-        max_new_tokens=num_tokens,
-        cache_implementation=cache,
-        pad_token_id=0,
-        disable_compile=True,
-    )
-    return generated
+    return draw
 
 
 def classify(
@@ -132,31 +124,14 @@ class _Classifier:
 
 
 def generate_then_classify(
-    *,
-    model: str,
-    encoder: str,
-    precision: str,
-    text: str,
-    prefix_length: int,
-    num_tokens: int,
-    num_samples: int,
-    classifier: dict[str, Any],
-    threads: int,
-    attention: str = FUSED,
+    *, drawing: dict[str, Any], encoder: str, batch_size: int, attention: str
 ) -> Work:
-    """Samples of one prefix by generate, decoded and scored by a classifier with its own batch size
-    and attention; a unit is a sample."""
-    torch.set_num_threads(threads)
-    loaded = _load(model, precision, attention)
-    tokenizer = load_tokenizer(model, "model")
-    ids_GP = real_blocks(text, tokenizer, 1, prefix_length)
-    scorer = _Classifier(encoder, precision, **classifier)
-
-    def run() -> None:
-        ids_NT = _generate(loaded, ids_GP, num_samples, num_tokens, None)
-        scorer.score(tokenizer.batch_decode(ids_NT))
-
-    return Work(run, num_samples)
+    """Samples of one prefix by generate, decoded and scored by a classifier with a batch size and
+    attention of its own; a unit is a sample."""
+    draw = _drawing(**drawing)
+    tokenizer = load_tokenizer(drawing["model"], "model")
+    scorer = _Classifier(encoder, drawing["precision"], batch_size, attention)
+    return Work(lambda: scorer.score(tokenizer.batch_decode(draw())), drawing["samples_per_prefix"])
 
 
 def trainer_lm(
@@ -176,11 +151,8 @@ def trainer_lm(
     model = AutoModelForCausalLM.from_config(config, attn_implementation=attention)
     ids = torch.randint(0, model.config.vocab_size, (length,))
     rows = [{"input_ids": ids, "labels": ids}] * (steps * batch_size)
-
-    def run() -> None:
-        _trainer(model, rows, batch_size, steps, bf16, compiled)
-
-    return Work(run, steps * batch_size * length)
+    trainer = _trainer(model, rows, batch_size, steps, bf16, compiled)
+    return Work(trainer.train, steps * batch_size * length)
 
 
 def trainer_classifier(
@@ -210,11 +182,8 @@ def trainer_classifier(
         {**{name: values[row] for name, values in inputs.items()}, "labels": row % 2}
         for row in range(batch_size)
     ]
-
-    def run() -> None:
-        _trainer(model, batch * steps, batch_size, steps, bf16, compiled)
-
-    return Work(run, steps * batch_size)
+    trainer = _trainer(model, batch * steps, batch_size, steps, bf16, compiled)
+    return Work(trainer.train, steps * batch_size)
 
 
 def _trainer(
@@ -223,21 +192,22 @@ def _trainer(
     batch_size: int,
     steps: int,
     bf16: bool,
-    compiled: bool = False,
-) -> None:
-    with tempfile.TemporaryDirectory() as folder:
-        arguments = TrainingArguments(
-            output_dir=folder,
-            per_device_train_batch_size=batch_size,
-            max_steps=steps,
-            bf16=bf16,
-            torch_compile=compiled,
-            use_cpu=True,
-            save_strategy="no",
-            logging_strategy="no",
-            report_to=[],
-            disable_tqdm=True,
-        )
-        trainer = Trainer(model=model, args=arguments, train_dataset=rows)
-        trainer.remove_callback(PrinterCallback)  # it would write into our output
-        trainer.train()
+    compiled: bool,
+) -> Trainer:
+    """One for all turns: a second Trainer of the same model would not compile it, as accelerate
+    leaves a mark on a model that it has prepared."""
+    arguments = TrainingArguments(
+        output_dir=tempfile.gettempdir(),  # nothing is saved
+        per_device_train_batch_size=batch_size,
+        max_steps=steps,
+        bf16=bf16,
+        torch_compile=compiled,
+        use_cpu=True,
+        save_strategy="no",
+        logging_strategy="no",
+        report_to=[],
+        disable_tqdm=True,
+    )
+    trainer = Trainer(model=model, args=arguments, train_dataset=rows)
+    trainer.remove_callback(PrinterCallback)  # it would write into our output
+    return trainer

@@ -201,6 +201,6 @@ def _numbers(rows: int, columns: int, precision: Precision) -> Tensor:
     return torch.randn(rows, columns, dtype=DTYPES[precision])
 
 
-def _each(*works: Callable[[], None]) -> None:
+def _each(*works: Callable[[], object]) -> None:
     for work in works:
         work()

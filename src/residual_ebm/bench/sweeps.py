@@ -95,7 +95,6 @@ class Sweeps:
                 timeout=self.setting.timeout,
                 label=key,
                 progress=self.progress,
-                long_turn=self.setting.long_turn,
             )
             self.known[key] = {**reading_row(reading), **asked}
             self.keep()

@@ -22,15 +22,16 @@ from typing import Any, NamedTuple
 from residual_ebm.models.memory import KEEP_MEMORY, give_back_freed_memory
 from residual_ebm.progress import QUIET, Progress
 
+_COMPILING = ("_compile.compile_inner", "backward._backward_impl")  # torch's names
 _LEAVING = 5.0  # seconds that a worker has to end by itself
 
 
 class Work(NamedTuple):
     """What a candidate does when it is its turn, and how much that is."""
 
-    run: Callable[[], None]
+    run: Callable[[], object]
     units: int  # tokens, blocks or samples: what rates count
-    warm_up: Callable[[], None] | None = None  # for the first turn, where `run` takes long
+    warm_up: Callable[[], object] | None = None  # for the first turn, where `run` takes long
 
 
 class Spec(NamedTuple):
@@ -39,7 +40,6 @@ class Spec(NamedTuple):
     name: str
     factory: str
     arguments: dict[str, Any]
-    compiles: bool = False  # in its first turn, which therefore says nothing of the others
     keeps_memory: bool = True  # that it has freed, as our own processes do
 
 
@@ -67,11 +67,9 @@ def alternate(
     timeout: float,
     label: str = "",
     progress: Progress = QUIET,
-    long_turn: float | None = None,
 ) -> list[Reading]:
-    """One turn of each to warm up, then `repeats` rounds in which all take a turn. A first turn of
-    `long_turn` seconds or more, of one that does not compile, counts as a round: warming up is a
-    small part of it."""
+    """One turn of each to warm up, then `repeats` rounds in which all take a turn. Each round
+    begins with another: what one leaves behind in caches must not always meet the same one."""
     workers: list[_Worker] = []
     try:
         with progress.bar(label, len(specs) * (2 + repeats)) as bar:
@@ -79,9 +77,9 @@ def alternate(
                 workers.append(_Worker(spec, timeout))
                 bar.advance(note=spec.name)
             for number in range(1 + repeats):
-                for worker in workers:
-                    if number < 1 + repeats - worker.rounds_ahead(long_turn):
-                        worker.turn(first=number == 0)
+                begin = number % len(workers)
+                for worker in workers[begin:] + workers[:begin]:
+                    worker.turn(first=number == 0)
                     bar.advance(note=worker.reading.name)
     finally:
         for worker in workers:
@@ -92,7 +90,6 @@ def alternate(
 class _Worker:
     def __init__(self, spec: Spec, timeout: float) -> None:
         self.reading = Reading(spec.name)
-        self._compiles = spec.compiles
         self._timeout = timeout
         # Spawned: a fork would inherit this process's threads and memory.
         context = multiprocessing.get_context("spawn")
@@ -120,17 +117,6 @@ class _Worker:
             self.reading.compile_seconds = answer["compile_seconds"]
         else:
             self.reading.seconds.append(answer["seconds"])
-
-    def rounds_ahead(self, long_turn: float | None) -> int:
-        """1 where the first turn was long enough to count; it is then among the seconds."""
-        first, seconds = self.reading.first_seconds, self.reading.seconds
-        if self.reading.error is not None:  # and no seconds: it must not get any
-            return 0
-        if self._compiles or long_turn is None or first is None or first < long_turn:
-            return 0
-        if not seconds:
-            seconds.append(first)
-        return 1
 
     def stop(self) -> None:
         self._connection.close()  # on which a worker that waits leaves, and tidies up behind itself
@@ -203,7 +189,9 @@ def _compile_seconds() -> float:
     if dynamo is None:
         return 0.0
     names, seconds = dynamo.compile_times(repr="csv", aggregate=True)
-    return float(dict(zip(names, seconds, strict=True)).get("_compile.compile_inner", 0.0))
+    spent = dict(zip(names, seconds, strict=True))
+    # A backward pass may be compiled when it is first needed, outside of the first.
+    return sum(float(spent.get(part, 0.0)) for part in _COMPILING)
 
 
 def _forget_peak() -> None:

@@ -35,15 +35,15 @@ def _markdown(results: dict[str, Any], chart: str, numbers: str) -> str:
         f" {setting['precision']} unless said otherwise. All numbers: [{numbers}]({numbers}).",
         "",
         "Candidates run in processes of their own and take turns; rates are medians of"
-        f" {setting['repeats']} rounds. *First time* is that of a first turn, *compiling* what"
-        " torch compiled for in it, from nothing; where nothing is compiled, a first turn of"
-        f" {setting['long_turn']:.0f} s or more counts as a round. An alternative with settings"
-        " was swept first, one turn each, and takes part at its best; where one turn does not"
+        f" {setting['repeats']} rounds, each begun by another. *First time* is that of a first"
+        " turn, which counts as no round, *compiling* what torch compiled for in it, from nothing."
+        " An alternative with settings was swept first, one turn each after a first one, and takes"
+        " part at its best, of settings within 2 % of that at the smallest; where one turn does not"
         " decide between ways of drawing, all of these do.",
         "",
-        "*Matrix products alone* are the linear layers of the same work with nothing between them."
-        " *At most* is how many times as fast they are: what nobody passes without multiplying less"
-        " or more coarsely.",
+        "*Matrix products alone* are the linear layers of the same work with nothing between them,"
+        " as torch multiplies them. *At most* is how many times as fast they are; weights in"
+        " another layout would give a few per cent more, multiplying more coarsely twice as much.",
         "",
         "generate, the classifier and Trainer have a process as anybody would have it. Ours keeps"
         " freed memory for the next tensor (`models/memory.py`); *memory kept* is the quickest of"
@@ -59,6 +59,8 @@ def _markdown(results: dict[str, Any], chart: str, numbers: str) -> str:
         if benchmark.get("engines"):
             engines = (f"{package} {version}" for package, version in benchmark["engines"].items())
             lines[-1] += f" With {', '.join(engines)}."
+        if benchmark.get("remark"):  # of something measured otherwise than said above
+            lines += ["", benchmark["remark"]]
         if benchmark["rows"]:
             lines += ["", *_table(benchmark)]
         for row in benchmark["rows"]:
@@ -66,14 +68,21 @@ def _markdown(results: dict[str, Any], chart: str, numbers: str) -> str:
                 lines += ["", f"{row['name']}: not measured ({row['error']})."]
         for sentence in sentences(benchmark):
             lines += ["", sentence]
+        if benchmark.get("settings_of"):
+            others = " and ".join(f"`{other}`" for other in benchmark["settings_of"])
+            lines += ["", f"Settings of alternatives: what {others} found, each part at its best."]
         if benchmark["sweep"]:
             lines += ["", f"Settings tried{benchmark.get('sweep_is_of', '')}:", ""]
-            lines += [
-                f"- {row['name']}: "
-                + (f"{rate_text(row['rate'])} {benchmark['unit']}" if row["rate"] else row["error"])
-                for row in benchmark["sweep"]
-            ]
+            lines += [f"- {_tried(row, benchmark['unit'])}" for row in benchmark["sweep"]]
     return "\n".join(lines) + "\n"
+
+
+def _tried(row: dict[str, Any], unit: str) -> str:
+    if row["rate"] is None:
+        return f"{row['name']}: {row['error']}"
+    # Earlier versions did without a second turn where a first one took long.
+    first = " in a first turn" if row["seconds"] == [row["first_seconds"]] else ""
+    return f"{row['name']}: {rate_text(row['rate'])} {unit}{first}"
 
 
 def sentences(benchmark: dict[str, Any]) -> list[str]:
