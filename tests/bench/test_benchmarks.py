@@ -10,7 +10,7 @@ from rich.console import Console
 
 from residual_ebm.bench import benchmarks, sweeps
 from residual_ebm.bench.agreement import compare
-from residual_ebm.bench.benchmarks import _ENGINES as ENGINES
+from residual_ebm.bench.alternatives import ENGINES
 from residual_ebm.bench.benchmarks import BENCHMARKS
 from residual_ebm.bench.run import run_benchmarks
 from residual_ebm.bench.setting import OURS, PRODUCTS, Setting

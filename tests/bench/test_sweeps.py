@@ -71,7 +71,7 @@ def test_of_settings_as_good_the_smallest(machine: Machine) -> None:
 
 
 def test_ladders_that_one_turn_does_not_tell_apart_contend(machine: Machine) -> None:
-    machine.rates = {"a": 5.0, "b": 9.6, "c": 9.7, "d": 9.4, "e": 10.0, "f": None}
+    machine.rates = {"a": 5.0, "b": 8.9, "c": 9.0, "d": 8.7, "e": 10.0, "f": None}
     ladders = [ladder("a", "b", "c"), ladder("d"), ladder("e"), ladder("f")]
     contenders, tried = Sweeps(Setting(), QUIET).contenders("x", ladders)
     assert [spec.name for spec in contenders] == ["b", "e"]

@@ -6,6 +6,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable
+from pathlib import Path
 
 import pytest
 import torch
@@ -101,6 +102,22 @@ def test_a_limit_of_the_user_is_left_alone(monkeypatch: pytest.MonkeyPatch) -> N
     monkeypatch.setattr(amx, "_products_with_answers", _die)
     amx.mend_amx()
     assert os.environ["ONEDNN_MAX_CPU_ISA"] == "AVX2"
+    assert not amx.has_amx()
+
+
+@pytest.mark.parametrize("limit", [None, "DEFAULT", "all", "AVX10_1_512_AMX", "AVX2"])
+def test_which_limits_allow_tiles(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, limit: str | None
+) -> None:
+    listed = tmp_path / "cpuinfo"
+    listed.write_text("flags : fpu amx_bf16 amx_tile")
+    monkeypatch.setattr(amx, "Path", lambda _: listed)
+    if limit is None:
+        monkeypatch.delenv("ONEDNN_MAX_CPU_ISA", raising=False)
+    else:
+        monkeypatch.setenv("ONEDNN_MAX_CPU_ISA", limit)
+    assert amx.has_amx() == (limit != "AVX2")
+    listed.write_text("flags : fpu")
     assert not amx.has_amx()
 
 

@@ -3,7 +3,10 @@
 Shapes: B blocks, T tokens of a block, C new tokens, V vocabulary, N samples.
 """
 
+import gc
+import weakref
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -353,3 +356,25 @@ def test_a_tokenizer_without_an_end_of_text_is_refused() -> None:
     nameless = PreTrainedTokenizerFast(tokenizer_object=toys.word_tokenizer().backend_tokenizer)
     with pytest.raises(UserError, match="no end-of-text token"):
         LanguageModel(toys.causal_model(), nameless)
+
+
+def test_of_earlier_chunks_only_sums_are_kept(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Memory must not grow by what every token of every sample had."""
+    lm = toys.language_model("llama")
+    whole = sample(lm, 40)
+    draw = lm.sample_chunk
+    alive: list[weakref.ref[Tensor]] = []
+
+    def watched(**chunk: Any) -> Decoded:
+        gc.collect()
+        assert not any(tensor() is not None for tensor in alive)
+        decoded = draw(**chunk)
+        alive.append(weakref.ref(decoded.log_prob_NC))
+        alive.append(weakref.ref(decoded.proposal_log_prob_NC))
+        return decoded
+
+    monkeypatch.setattr(lm, "sample_chunk", watched)
+    samples = lm.sample(PREFIX, 40, NUM_NEW, 1, chunk_size=10)
+    assert len(alive) == 8
+    assert torch.equal(samples.ids_NT, whole.ids_NT)
+    torch.testing.assert_close(samples.log_prob_N, whole.log_prob_N, rtol=1e-5, atol=1e-5)

@@ -140,3 +140,10 @@ def test_keys_are_repeated_for_heads_only_where_that_is_quicker(
     model_of("qwen3")(rows([1, 1, 1], 6, 0), past_key_values=cache)
     keys, values = AfterPrefix(cache, 1).own[0].prefix_for(2, num_queries)
     assert keys.shape == values.shape == (3, heads, 6, 8)
+
+
+@pytest.mark.parametrize("name", ["softcap", "s_aux", "position_bias"])
+def test_scores_that_are_changed_are_refused(name: str) -> None:
+    states = torch.ones(1, 1, 1, 4)
+    with pytest.raises(ValueError, match=name):
+        shared_prefix._attend(torch.nn.Identity(), states, states, states, None, **{name: 1.0})

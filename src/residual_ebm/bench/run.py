@@ -8,7 +8,8 @@ from dataclasses import asdict
 from typing import Any
 
 import residual_ebm
-from residual_ebm.bench.benchmarks import BENCHMARKS, Bench
+from residual_ebm.bench.alternatives import Bench
+from residual_ebm.bench.benchmarks import BENCHMARKS
 from residual_ebm.bench.setting import Setting
 from residual_ebm.bench.sweeps import Sweeps
 from residual_ebm.errors import UserError

@@ -29,6 +29,7 @@ import torch
 
 _LIMIT = "ONEDNN_MAX_CPU_ISA"
 _BELOW_AMX = "AVX512_CORE_FP16"
+_NO_LIMITS = ("DEFAULT", "ALL")
 _PATIENCE = 30.0  # seconds, for what takes a fraction of one
 
 _SYS_ARCH_PRCTL, _ARCH_CPUID_SET = 158, 0x1012
@@ -63,7 +64,8 @@ def mend_amx() -> None:
 
 def has_amx() -> bool:
     """Whether the processor lists AMX for bfloat16 and nobody has forbidden it."""
-    if _LIMIT in os.environ and "AMX" not in os.environ[_LIMIT].upper():
+    limit = os.environ.get(_LIMIT, _NO_LIMITS[0]).upper()
+    if limit not in _NO_LIMITS and "AMX" not in limit:
         return False
     try:
         return "amx_bf16" in Path("/proc/cpuinfo").read_text(encoding="utf-8")

@@ -186,8 +186,10 @@ class EnergyModel:
             self._check_continuation(ids_BT.shape[1], prefix_length)
             features = self.language_model.features(ids_BT, prefix_length, self.state_layers)
             mask_BC = continuation_mask(ids_BT, prefix_length, length_B).to(device)
-            # Inference tensors may not be saved for backward: the LM is frozen, a copy is enough.
-            return self.of_features(TokenFeatures(*(part.clone() for part in features)), mask_BC)
+            if torch.is_grad_enabled():
+                # Inference tensors may not be saved for backward: of a frozen LM a copy is enough.
+                features = TokenFeatures(*(part.clone() for part in features))
+            return self.of_features(features, mask_BC)
         assert self._bridge is not None
         inputs = TextInputs(*(part.to(device) for part in self._bridge(ids_BT, length_B)))
         if blocks_per_prefix > 1 and self._reads_a_prefix_once(ids_BT.shape[1]):

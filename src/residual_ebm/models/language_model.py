@@ -190,34 +190,35 @@ class LanguageModel:
         if not prefix_ids_GP.numel():
             raise UserError("prefix_ids", "[]", "is empty; give at least one token")
         self.check_context(prefix_ids_GP.shape[1] + num_tokens)
+
+        def draw(first: int) -> tuple[Tensor, ...]:
+            """What is kept of a chunk: what each token had would take more than the samples."""
+            chunk: dict[str, Any] = {
+                "prefix_ids_GP": prefix_ids_GP,
+                "prefix_numbers": [0],
+                "first_sample": first,
+                "num_samples": min(chunk_size, num_samples - first),
+                "num_tokens": num_tokens,
+                "seed": seed,
+                "truncation": truncation,
+                "stop_at_end": stop_at_end,
+            }
+            if watch is None:
+                part = self.sample_chunk(**chunk)
+            else:
+                part, features = self.sample_chunk_with_features(layers=watch.layers, **chunk)
+                watch.see(part, features)
+            log_prob_N = part.log_prob_NC.double().sum(-1)
+            proposal_N = part.proposal_log_prob_NC.double().sum(-1)
+            return part.ids_NC, part.length_N, log_prob_N, proposal_N
+
         parts = []
         with progress.bar("sampling", num_samples) as bar:
             for first in range(0, num_samples, chunk_size):
-                count = min(chunk_size, num_samples - first)
-                chunk: dict[str, Any] = {
-                    "prefix_ids_GP": prefix_ids_GP,
-                    "prefix_numbers": [0],
-                    "first_sample": first,
-                    "num_samples": count,
-                    "num_tokens": num_tokens,
-                    "seed": seed,
-                    "truncation": truncation,
-                    "stop_at_end": stop_at_end,
-                }
-                if watch is None:
-                    part = self.sample_chunk(**chunk)
-                else:
-                    part, features = self.sample_chunk_with_features(layers=watch.layers, **chunk)
-                    watch.see(part, features)
-                parts.append(part)
-                bar.advance(count)
-        return Samples(
-            torch.cat([part.ids_NC for part in parts]),
-            torch.cat([part.length_N for part in parts]),
-            torch.cat([part.log_prob_NC.double().sum(-1) for part in parts]),
-            torch.cat([part.proposal_log_prob_NC.double().sum(-1) for part in parts]),
-            truncation.describe(),
-        )
+                parts.append(draw(first))
+                bar.advance(len(parts[-1][0]))
+        ids_NC, length_N, log_prob_N, proposal_N = map(torch.cat, zip(*parts, strict=True))
+        return Samples(ids_NC, length_N, log_prob_N, proposal_N, truncation.describe())
 
     def sample_chunk(
         self,

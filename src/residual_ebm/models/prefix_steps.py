@@ -13,8 +13,7 @@ Shapes: G prefixes, P tokens of a prefix, N rows, C new tokens, V vocabulary.
 
 import functools
 import logging
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from enum import Enum
 from typing import Any, cast
 from weakref import WeakKeyDictionary
@@ -23,6 +22,7 @@ import torch
 from torch import Tensor
 from transformers import Cache, DynamicCache, PreTrainedModel
 
+from residual_ebm.models.at_rest import at_rest
 from residual_ebm.models.compiled import compiled_layers
 from residual_ebm.models.shared_prefix import (
     AfterPrefix,
@@ -168,7 +168,7 @@ def _try(model: PreTrainedModel, way: Way) -> bool:
     ids_NT, other_NT = (
         torch.cat([prefix[:_PREFIX].expand(_ROWS, -1), own_NC], dim=1) for prefix in (one, other)
     )
-    with _at_rest(model), torch.autocast(device.type, enabled=False):
+    with at_rest(model), torch.autocast(device.type, enabled=False):
         expected, elsewhere = (
             _outcome(model(ids, use_cache=False))[:, _PREFIX:] for ids in (ids_NT, other_NT)
         )
@@ -203,15 +203,3 @@ def _outcome(output: Any) -> Tensor:
     """A language model's logits, or the states of a network without a vocabulary layer."""
     outcome = output.logits if "logits" in output else output.last_hidden_state
     return cast(Tensor, outcome.float())
-
-
-@contextmanager
-def _at_rest(model: PreTrainedModel) -> Iterator[None]:
-    """Within, nothing is dropped out, in whatever mode each part is."""
-    training = [part for part in model.modules() if part.training]
-    model.eval()
-    try:
-        yield
-    finally:
-        for part in training:
-            part.training = True

@@ -37,6 +37,8 @@ from residual_ebm.models.device import has_tiles
 from residual_ebm.models.loading import POSITIONS_AFTER_PADDING
 
 _NAME = "residual_ebm_shared_prefix"
+# What models hand to attention that makes its scores others than products of queries and keys.
+_CHANGES_SCORES = ("softcap", "s_aux", "position_bias")
 
 
 def may_share_prefix(model: PreTrainedModel, length: int) -> bool:
@@ -210,9 +212,12 @@ def _attend(
     value: Tensor,
     attention_mask: Tensor | None,
     scaling: float | None = None,
-    **_kwargs: Any,
+    **named: Any,
 ) -> tuple[Tensor, None]:
     assert attention_mask is None
+    for name in _CHANGES_SCORES:
+        if named.get(name) is not None:
+            raise ValueError(f"{name}: not known to attention after a shared prefix")
     scale = 1 / math.sqrt(query.shape[-1]) if scaling is None else scaling
     layer: int = module.layer_idx  # type: ignore[assignment]
     return _operator(query, key, value, layer, scale), None

@@ -15,6 +15,7 @@ import torch
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
+from residual_ebm.models.at_rest import at_rest
 from residual_ebm.models.compiled import FROM_ROWS, compiled_instead_of
 from residual_ebm.models.masking import IGNORED
 from residual_ebm.models.ralm import RalmForCausalLM
@@ -93,7 +94,7 @@ def _plain_logits(model: PreTrainedModel) -> bool:
         handle = model.get_output_embeddings().register_forward_hook(leave)
         ids_1T = torch.zeros(1, 2, dtype=torch.int64, device=model.device)
         try:
-            with torch.no_grad():
+            with torch.no_grad(), at_rest(model):
                 logits = model(ids_1T, use_cache=False).logits
         finally:
             handle.remove()
@@ -173,7 +174,7 @@ class _CrossEntropy(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, *outputs: Any) -> tuple[Tensor, None, None]:
         (slope_RV,) = ctx.saved_tensors
-        return slope_RV * outputs[0].to(slope_RV.dtype), None, None
+        return slope_RV * outputs[0], None, None  # one number: the slope keeps its type
 
 
 class _LinearCrossEntropy(torch.autograd.Function):

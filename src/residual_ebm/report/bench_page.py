@@ -59,7 +59,7 @@ def _markdown(results: dict[str, Any], chart: str, numbers: str) -> str:
         if benchmark.get("engines"):
             engines = (f"{package} {version}" for package, version in benchmark["engines"].items())
             lines[-1] += f" With {', '.join(engines)}."
-        if benchmark.get("remark"):  # of something measured otherwise than said above
+        if benchmark.get("remark"):
             lines += ["", benchmark["remark"]]
         if benchmark["rows"]:
             lines += ["", *_table(benchmark)]
