@@ -94,7 +94,8 @@ def generate_spec(bench: Bench, title: str, **arguments: Any) -> Spec:
         f"generate, {title}, {arguments['cache']} cache{compiled}",
         "peers:generate",
         **bench.setting.take(*DRAWING, "precision"),
-        **{"top_k": None, **arguments},
+        top_k=None,
+        **arguments,
     )
 
 
