@@ -3,7 +3,8 @@
     python examples/plain_perplexity.py runs/wikitext2 downloaded [float32]
 
 reads the same blocks and prints what `rebm results` calls the test perplexity of that row; in the
-numeric type of the run unless another is given.
+numeric type of the run unless another is given. For runs with an energy, of any row but a RALM,
+which plain transformers does not know.
 """
 
 import json
@@ -27,7 +28,7 @@ results = json.loads((run / "results.json").read_text())
 (reported,) = (row for row in results["language_models"] if row["name"] == name)
 energy = results["joint_models"][0]["energy"]
 evaluated = rows(run / "log_weights" / energy / "test" / "real.arrow")["block"]
-blocks = rows(run / "blocks" / "test.arrow")["ids"]
+blocks = rows(run / "blocks" / "test.arrow")
 precision = yaml.safe_load((run / "recipe.yaml").read_text())["precision"]
 model = AutoModelForCausalLM.from_pretrained(
     run / "language_models" / name, dtype=getattr(torch, sys.argv[3] if sys.argv[3:] else precision)
@@ -35,7 +36,7 @@ model = AutoModelForCausalLM.from_pretrained(
 
 nats = tokens = 0
 for number in evaluated:
-    ids = torch.tensor([blocks[number]])
+    ids = torch.tensor([blocks["ids"][number][: blocks["length"][number]]])
     labels = ids.clone()
     labels[:, : results["prefix_length"]] = -100  # only the continuation counts
     with torch.inference_mode():

@@ -620,6 +620,21 @@ def test_a_run_grows_only_when_asked_and_only_if_it_is_there(
     assert code == 0
     assert json.loads(out)["growth"][0]["changes"] == ["evaluation.num_draws was 10, now 4"]
     assert [path.name for path in (tmp_path / "runs").iterdir()] == ["tiny"]
+    # A run's own recipe makes that run grow, whatever the folder is called.
+    shutil.copytree(tiny_run, tmp_path / "mine")
+    code, out, _ = rebm("run", "mine/recipe.yaml", *more)
+    assert code == 0
+    assert json.loads(out)["growth"][0]["changes"] == ["evaluation.num_draws was 10, now 4"]
+    assert (tmp_path / "mine" / "growth.json").exists()
+
+
+@pytest.mark.parametrize("option", [("--out", "runs/mine"), ("--grow", True)])
+def test_a_dry_run_has_no_place_and_grows_nothing(
+    rebm: Rebm, option: tuple[str, str | bool], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    given = [str(part) for part in option if part is not True]
+    assert_fault(rebm("run", "tiny", "--dry-run", *given), *option, "a dry run makes no run")
 
 
 def test_a_folder_with_other_files_and_a_file_are_no_place_for_a_run(

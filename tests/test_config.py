@@ -185,6 +185,10 @@ def test_two_models_of_one_name_are_refused(tiny: Recipe, kind: str) -> None:
         (["energies.unit.head={num_heads: 2}"], "energies.unit.head"),
         (["language_models.base.source=gpt2"], "language_models.base.architecture"),
         (["language_models.base.architecture=null"], "language_models.base.architecture"),
+        (
+            ["language_models.base.architecture.attention_dropout=0.1"],
+            "language_models.base.architecture.attention_dropout",
+        ),
         (["language_models=[]"], "language_models"),
         (["corpus.split.validation=0", "corpus.split.train=0.8"], "corpus.split.validation"),
         (["energies.bit.training.adam_betas=[0.9]"], "energies.bit.training.adam_betas.1"),

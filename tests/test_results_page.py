@@ -235,7 +235,7 @@ def test_what_is_said_of_figures_follows_from_the_numbers(
         (figure_1,) = (m for m in paper_figures(tiny, analysis) if m.figure.name == "per-step")
         assert words in figure_1.comparison
     resampled = "resampled -0.3000 (20.0% of the gain)"
-    assert "twice the samples, n = 20 after 8, move the estimates by: " in said["bounds"]
+    assert "Here n = 20 instead of 8 moves the estimates by: " in said["bounds"]
     for name in analysis["energies"]:
         upper = "upper +2.4000" if name == best else "upper -0.1000 (5.0% of the gain)"
         assert f" {name} {upper}, {resampled}" in said["bounds"]

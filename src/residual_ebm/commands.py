@@ -81,8 +81,14 @@ def _recipe_and_folder(
     recipe: str, overrides: list[str], out: Path | None, grow: bool
 ) -> tuple[Recipe, Path]:
     loaded = load_recipe(recipe, overrides)
-    folder = out or Path("runs") / (loaded.name if grow else _run_name(loaded, overrides))
-    from residual_ebm.files.run_directory import RunDirectory
+    from residual_ebm.files.run_directory import RECIPE, RunDirectory
+
+    if grow:  # the run whose own recipe this is, or the run of its name
+        own = Path(recipe).parent
+        is_own = Path(recipe).name == RECIPE and RunDirectory(own).blocks.exists()
+        folder = out or (own if is_own else Path("runs") / loaded.name)
+    else:
+        folder = out or Path("runs") / _run_name(loaded, overrides)
     from residual_ebm.stages.prepare import check_corpus
     from residual_ebm.stages.settle import settle_recipe
 
@@ -102,6 +108,9 @@ def _run_name(recipe: Recipe, overrides: list[str]) -> str:
 
 def run(recipe: str, overrides: list[str], out: Path | None, grow: bool, dry_run: bool) -> Output:
     if dry_run:
+        for option, given in (("--out", out), ("--grow", grow)):
+            if given:
+                raise UserError(option, given, "a dry run makes no run; leave out one of both")
         from residual_ebm.report.plan_table import print_plan
         from residual_ebm.stages.plan import plan
 
@@ -115,7 +124,7 @@ def run(recipe: str, overrides: list[str], out: Path | None, grow: bool, dry_run
     if loaded.precision == "float32" and load_recipe(recipe, overrides).precision == "auto":
         progress.note(
             "float32, because bfloat16 is no quicker on this machine: expect two to three times"
-            " as long as the recipe says"
+            " as long as where it is"
         )
     with open_run(folder, loaded, grow=grow, progress=progress) as run_dir:
         data = run_all(loaded, run_dir, progress)

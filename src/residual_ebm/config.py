@@ -50,7 +50,7 @@ def _read_split(value: Any, _: object) -> Any:
 
 
 class CorpusConfig(Section):
-    path: str  # a file, a folder, asset:NAME, hf:NAME, grammar:NAME
+    path: str  # a folder, a table, asset:NAME, hf:NAME, grammar:NAME
     text_column: str = "text"
     num_generated: Annotated[int, Field(ge=0)] = 0  # documents drawn from grammar:NAME
     max_documents: Count | None = None
@@ -130,6 +130,10 @@ class LanguageModelConfig(Section):
         _check_scratch(self.source, self.architecture, self.training)
         if self.residual_of is not None and self.training is None:
             raise refusal("a residual must learn; add it", at="training", value="(missing)")
+        for key, value in (self.architecture or {}).items():
+            if "drop" in key and value:
+                remedy = "language models learn without dropout; remove it"
+                raise refusal(remedy, at=f"architecture.{key}", value=value)
         return self
 
 
@@ -263,7 +267,7 @@ class NegativesConfig(SamplingConfig):
 
 
 class DeepConfig(Section):
-    """The first few test prefixes with many more samples: to see where the bounds go."""
+    """A few test prefixes, chosen by seed, with many more samples: to see where the bounds go."""
 
     num_prefixes: Count
     num_samples: Annotated[int, Field(ge=8)]

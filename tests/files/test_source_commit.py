@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 
-from residual_ebm.files.source_commit import source_commit
+from residual_ebm.files.source_commit import short_commit, source_commit
 
 
 def git(folder: Path, *arguments: str) -> str:
@@ -47,3 +47,9 @@ def test_an_environment_inside_another_repository_has_none(package: Path) -> Non
 def test_no_git_no_commit(package: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("PATH", str(package))
     assert source_commit(package) is None
+
+
+def test_a_short_commit_keeps_the_mark_of_changes() -> None:
+    commit = "0123456789abcdef0123456789abcdef01234567"
+    assert short_commit(commit) == "0123456789"
+    assert short_commit(f"{commit}+") == "0123456789+"

@@ -244,7 +244,7 @@ def _is_elsewhere(path: str) -> bool:
 
 
 def _no_such_path(path: str) -> UserError:
-    places = "a folder, a text file, asset:NAME, hf:OWNER/NAME or grammar:small"
+    places = "a folder of texts, a table, asset:NAME, hf:OWNER/NAME or grammar:small"
     return UserError("corpus.path", path, f"no such file or folder; name {places}")
 
 

@@ -17,6 +17,11 @@ def source_commit(folder: Path = _PACKAGE) -> str | None:
     return commit and commit + ("" if changed == "" else "+")
 
 
+def short_commit(commit: str) -> str:
+    """For people, with the mark of a working copy that differed from it."""
+    return f"{commit[:10]}+" if commit.endswith("+") else commit[:10]
+
+
 def _git(folder: Path, *arguments: str) -> str | None:
     # Without its lock: somebody may be committing.
     command = ["git", "--no-optional-locks", "-C", str(folder), *arguments]

@@ -3,6 +3,7 @@
 from pathlib import Path
 from typing import Any
 
+from residual_ebm.files.source_commit import short_commit
 from residual_ebm.files.storage import read_json, write_bytes, write_json
 from residual_ebm.report.charts import INK, image_of, new_chart, style
 
@@ -53,7 +54,7 @@ def _markdown(results: dict[str, Any], chart: str, numbers: str) -> str:
     ]
     for name, benchmark in results["benchmarks"].items():
         by = benchmark["measured"]
-        commit = f", commit {by['commit'][:10]}" if by["commit"] else ""
+        commit = f", commit {short_commit(by['commit'])}" if by["commit"] else ""
         lines += ["", f"## {name}", "", f"{by['date']}, version {by['version']}{commit}, on"]
         lines[-1] += f" {by['cores']} cores ({by['processor']})."
         if benchmark.get("engines"):

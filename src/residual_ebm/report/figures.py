@@ -15,6 +15,11 @@ from residual_ebm.report.calibration_figures import coverage_figures
 from residual_ebm.report.charts import BASE, JOINT, REAL, add_legend, plot_curve
 from residual_ebm.report.run_figure import GUIDE, RunFigure, colours
 
+_DOTTED = (
+    " Dotted: what resampling n + 1 proposals writes, at most; not a bound of the joint model, but"
+    " one that few samples cannot make too low."
+)
+
 
 def run_figures(results: dict[str, Any], analysis: dict[str, Any] | None) -> list[RunFigure]:
     """All figures that a run's numbers allow."""
@@ -57,13 +62,14 @@ class Made:
     def bounds(self) -> Iterator[RunFigure]:
         exact = {row["name"]: row["test"]["value"] for row in self._results["language_models"]}
         bases = {entry["language_model"] for entry in self._energies.values()}
+        # Older analyses have no resampled one.
+        resampled = any("resampled" in entry["bounds"][0] for entry in self._energies.values())
         yield RunFigure(
             "bounds",
             "Does the number of samples suffice?",
             "Lower and upper bound of the joint perplexity from fewer samples, on disjoint subsets"
             " of the same ones. A band that has met and lies flat no longer depends on n; one that"
-            " still rises flatters. Dotted: what resampling n + 1 proposals writes, at most;"
-            " not a bound of the joint model, but one that few samples cannot make too low.",
+            f" still rises flatters.{_DOTTED if resampled else ''}",
             self._made_of,
             functools.partial(
                 _draw_bounds,

@@ -14,6 +14,7 @@ import yaml
 from jinja2 import Environment, StrictUndefined
 
 from residual_ebm.files.run_directory import RunDirectory
+from residual_ebm.files.source_commit import short_commit
 from residual_ebm.report.charts import INK, image_of
 from residual_ebm.report.figures import run_figures
 from residual_ebm.report.rows import (
@@ -330,7 +331,7 @@ def detection_rows(results: dict[str, Any]) -> list[list[str]]:
 
 
 def made_text(results: dict[str, Any]) -> str:
-    commit = f", commit {results['commit'][:10]}" if results.get("commit") else ""
+    commit = f", commit {short_commit(results['commit'])}" if results.get("commit") else ""
     recipe = results["resolved_recipe"]
     versions = ", ".join(f"{name} {version}" for name, version in results["versions"].items())
     return (

@@ -168,7 +168,7 @@ def _shrinks(trend: dict[str, Any] | None) -> str:
 
 
 def _bounds(results: dict[str, Any], energies: dict[str, dict[str, Any]]) -> str:
-    """How far twice the samples move each energy's estimates, beside its gain."""
+    """How far at least twice the samples move each energy's estimates, beside its gain."""
     paper = "In the paper the upper estimate is very stable beyond 20,000 samples."
     rows = next(iter(energies.values()))["bounds"]
     if len(rows) < 2 or 2 * rows[0]["num_samples"] > rows[-1]["num_samples"]:
@@ -186,13 +186,13 @@ def _bounds(results: dict[str, Any], energies: dict[str, dict[str, Any]]) -> str
         said.append(f"{row['energy']} {', '.join(moves)}")
     half, whole = _halves(rows)
     return (
-        f"{paper} Here twice the samples, n = {whole['num_samples']} after"
-        f" {half['num_samples']}, move the estimates by: {'; '.join(said)}."
+        f"{paper} Here n = {whole['num_samples']} instead of {half['num_samples']} moves the"
+        f" estimates by: {'; '.join(said)}."
     )
 
 
 def _halves(rows: Sequence[dict[str, Any]]) -> tuple[dict[str, Any], dict[str, Any]]:
-    """Subsets of half the samples are disjoint; of more than half they would share samples."""
+    """Subsets of up to half the samples are disjoint; of more they would share samples."""
     whole = rows[-1]
     return [row for row in rows if row["num_samples"] <= whole["num_samples"] // 2][-1], whole
 

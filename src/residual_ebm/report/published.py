@@ -34,7 +34,7 @@ def _read(name: str, part: str) -> dict[str, Any] | None:
 
 
 def fine_tuning_curve(results: dict[str, Any]) -> list[tuple[int, float]]:
-    """Training steps and test perplexity of every language model adapted from a pretrained one."""
+    """Training steps and test perplexity of every language model that was trained."""
     points = []
     for row in results["language_models"]:
         validations = row["training"]["validations"]

@@ -11,8 +11,6 @@ from residual_ebm.report.charts import image_of
 from residual_ebm.report.markdown import markdown_report
 from residual_ebm.report.page import Run, html_report, read_run
 
-FORMATS = ("html", "md")
-
 
 def write_report(
     folders: list[Path], out: Path | None, kind: str, figures: Path | None

@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from residual_ebm.config import SCRATCH
+from residual_ebm.files.source_commit import short_commit
 from residual_ebm.files.storage import write_bytes
 from residual_ebm.report.charts import CYCLE, add_legend, image_of, new_chart, plot_curve, style
 from residual_ebm.report.paper_figures import PaperFigure, paper_figures
@@ -80,7 +81,7 @@ def _section(name: str, results: dict[str, Any]) -> list[str]:
     counts, num_tokens = results["num_prefixes"], results["block_length"]
     num_tokens -= results["prefix_length"]
     recipe = results["resolved_recipe"]
-    commit = f", commit {_short(results['commit'])}" if results.get("commit") else ""
+    commit = f", commit {short_commit(results['commit'])}" if results.get("commit") else ""
     lines = [
         f"## {name}",
         "",
@@ -182,7 +183,7 @@ def _figures(name: str, results: dict[str, Any], analysis: dict[str, Any] | None
     if made:
         lines += ["", f"### Figures of {name}", ""]
         commit = (analysis or {}).get("commit")
-        by = f", its last stage by commit {_short(commit)}" if commit else ""
+        by = f", its last stage by commit {short_commit(commit)}" if commit else ""
         drawn = f"drawn again by `rebm report runs/{name} --figures FOLDER`"
         lines.append(f"Made by `rebm run {name}`{by}; {drawn}.")
     for entry in made:
@@ -190,11 +191,6 @@ def _figures(name: str, results: dict[str, Any], analysis: dict[str, Any] | None
         figure = entry.figure
         lines.append(f"**{entry.of_paper}.** {figure.caption} {figure.made_of} {entry.comparison}")
     return lines
-
-
-def _short(commit: str) -> str:
-    """With the mark of a working copy that differed from it."""
-    return f"{commit[:10]}+" if commit.endswith("+") else commit[:10]
 
 
 def _figure_file(name: str, entry: PaperFigure) -> str:

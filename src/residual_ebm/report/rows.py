@@ -2,6 +2,8 @@
 
 from typing import Any, NamedTuple
 
+from residual_ebm.files.source_commit import short_commit
+
 HEADINGS = ("model", "params", "val", "test", "95 %", "minus base", "ESS", "flags")
 FLAGGED = " ⚠"  # after the name of a model whose estimate has flags
 _SHOWN_OF_A_PREFIX = 240  # characters
@@ -235,11 +237,6 @@ def signed_text(interval: dict[str, float | None]) -> str:
     return f"{interval['low']:+.{digits}f}/{interval['high']:+.{digits}f}"
 
 
-def gap_interval_text(test: dict[str, Any]) -> str:
-    """Nats a passage between language model and text, with their interval."""
-    return f"{test['gap']:+.2f} ({signed_text(test['gap_interval'])})"
-
-
 def items_seen(row: dict[str, Any], config: dict[str, Any]) -> int:
     """Items that a training saw: steps until its last validation, times the batch size."""
     validations = row["training"].get("validations")
@@ -254,7 +251,7 @@ def growth_text(results: dict[str, Any]) -> str:
     for entry in results.get("growth", []):
         seen = "before there was a table"
         if entry["table_by"] is not None:
-            seen = f"after a table had been made, by commit {entry['table_by'][:10]}"
-        by = f" by commit {entry['commit'][:10]}" if entry["commit"] else ""
+            seen = f"after a table had been made, by commit {short_commit(entry['table_by'])}"
+        by = f" by commit {short_commit(entry['commit'])}" if entry["commit"] else ""
         texts.append(f" The recipe was changed{by}, {seen}: {'; '.join(entry['changes'])}.")
     return "".join(texts)

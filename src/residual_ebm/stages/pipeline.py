@@ -40,6 +40,7 @@ def run_all(recipe: Recipe, run_dir: RunDirectory, progress: Progress = QUIET) -
         with run_dir.timed(name):
             stage(recipe, run_dir, progress)
         if name == "prepare":
+            train_encoder.check_tokenizers(recipe, run_dir)
             train_energy.check_pretrained(recipe, run_dir)
     results: dict[str, Any] = read_json(run_dir.results)
     return results

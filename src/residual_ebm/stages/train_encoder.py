@@ -57,6 +57,17 @@ def run(recipe: Recipe, run_dir: RunDirectory, progress: Progress = QUIET) -> No
         forget_training(resume_folder(run_dir.encoder(config.name)))
 
 
+def check_tokenizers(recipe: Recipe, run_dir: RunDirectory) -> None:
+    """Refuse a tokenizer that cannot hide a token before hours go into the language model."""
+    for config in recipe.encoders:
+        own = config.tokenizer
+        if is_complete(run_dir.encoder(config.name)) or (own and own.source == SCRATCH):
+            continue
+        field = f"encoders.{config.name}.tokenizer"
+        source = own.source if own else str(run_dir.blocks / "tokenizer")
+        _check_mask_token(load_tokenizer(source, field), field)
+
+
 def _make(recipe: Recipe, config: EncoderConfig, run_dir: RunDirectory, progress: Progress) -> None:
     check_manifest(run_dir.blocks)
     lm_tokenizer = load_tokenizer(str(run_dir.blocks / "tokenizer"), "tokenizer")
@@ -91,9 +102,14 @@ def _tokenizer(
         tokenizer = train_tokenizer(texts, config.tokenizer.kind, config.tokenizer.vocab_size)
     elif config.tokenizer is not None:
         tokenizer = load_tokenizer(config.tokenizer.source, f"{field}.source")
-    if tokenizer.mask_token_id is None:
-        raise UserError(field, tokenizer.name_or_path, "has no mask token; train one from scratch")
+    _check_mask_token(tokenizer, field)
     return tokenizer
+
+
+def _check_mask_token(tokenizer: PreTrainedTokenizerFast, field: str) -> None:
+    if tokenizer.mask_token_id is None:
+        remedy = "has no mask token; give an encoder from scratch one, tokenizer: {source: scratch}"
+        raise UserError(field, tokenizer.name_or_path, remedy)
 
 
 def _from_language_model(config: EncoderConfig, folder: Path) -> PreTrainedModel:
