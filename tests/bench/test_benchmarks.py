@@ -30,6 +30,7 @@ def setting(small_setting: Setting) -> Setting:
         batch_sizes=(2,),
         classifier_sizes=(2,),
         compiled_sizes=(),
+        compiled_prefixes=(2,),
         compiled_trainer=False,  # a minute of compiling
         num_prefixes=2,
         samples_per_prefix=2,
