@@ -8,8 +8,9 @@ from typing import Any
 
 import pytest
 
+from residual_ebm.report.figures import run_figures
 from residual_ebm.report.paper_figures import paper_figures
-from residual_ebm.report.published import Published
+from residual_ebm.report.published import Published, read_published
 from residual_ebm.report.results_page import curves, results_page, write_results_page
 from residual_ebm.report.rows import marked_name
 
@@ -261,3 +262,14 @@ def test_a_run_without_analysis_or_energies_has_no_figures(tiny: dict[str, Any])
     assert paper_figures(tiny, None) == []
     tiny.update(joint_models=[], best_energy=None)
     assert paper_figures(tiny, {"energies": {}}) == []
+
+
+@pytest.mark.parametrize(("name", "is_dotted"), [("sotu", False), ("table1-wiki", True)])
+def test_a_dotted_line_is_told_of_where_there_is_one(name: str, is_dotted: bool) -> None:
+    published = read_published(name)
+    assert published is not None
+    assert published.analysis is not None
+    rows = [row for e in published.analysis["energies"].values() for row in e["bounds"]]
+    assert all(("resampled" in row) == is_dotted for row in rows)
+    bounds = run_figures(published.results, published.analysis)[0]
+    assert ("Dotted" in bounds.caption) == is_dotted

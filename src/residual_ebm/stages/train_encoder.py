@@ -60,12 +60,9 @@ def run(recipe: Recipe, run_dir: RunDirectory, progress: Progress = QUIET) -> No
 def check_tokenizers(recipe: Recipe, run_dir: RunDirectory) -> None:
     """Refuse a tokenizer that cannot hide a token before hours go into the language model."""
     for config in recipe.encoders:
-        own = config.tokenizer
-        if is_complete(run_dir.encoder(config.name)) or (own and own.source == SCRATCH):
-            continue
-        field = f"encoders.{config.name}.tokenizer"
-        source = own.source if own else str(run_dir.blocks / "tokenizer")
-        _check_mask_token(load_tokenizer(source, field), field)
+        if not is_complete(run_dir.encoder(config.name)) and not _trains_tokenizer(config):
+            lm_tokenizer = load_tokenizer(str(run_dir.blocks / "tokenizer"), "tokenizer")
+            _given_tokenizer(config, lm_tokenizer)
 
 
 def _make(recipe: Recipe, config: EncoderConfig, run_dir: RunDirectory, progress: Progress) -> None:
@@ -90,26 +87,34 @@ def _make(recipe: Recipe, config: EncoderConfig, run_dir: RunDirectory, progress
 def _tokenizer(
     config: EncoderConfig, lm_tokenizer: PreTrainedTokenizerFast, train_blocks: Blocks
 ) -> PreTrainedTokenizerFast:
+    if not _trains_tokenizer(config):
+        return _given_tokenizer(config, lm_tokenizer)
+    assert config.tokenizer is not None
+    texts = decode_blocks(
+        lm_tokenizer,
+        torch.from_numpy(train_blocks.ids_BT),
+        torch.from_numpy(train_blocks.length_B),
+        "\n",
+    )
+    return train_tokenizer(texts, config.tokenizer.kind, config.tokenizer.vocab_size)
+
+
+def _trains_tokenizer(config: EncoderConfig) -> bool:
+    return config.tokenizer is not None and config.tokenizer.source == SCRATCH
+
+
+def _given_tokenizer(
+    config: EncoderConfig, lm_tokenizer: PreTrainedTokenizerFast
+) -> PreTrainedTokenizerFast:
+    """The language model's, or the one that the recipe names; it must be able to hide a token."""
     field = f"encoders.{config.name}.tokenizer"
     tokenizer = lm_tokenizer
-    if config.tokenizer is not None and config.tokenizer.source == SCRATCH:
-        texts = decode_blocks(
-            lm_tokenizer,
-            torch.from_numpy(train_blocks.ids_BT),
-            torch.from_numpy(train_blocks.length_B),
-            "\n",
-        )
-        tokenizer = train_tokenizer(texts, config.tokenizer.kind, config.tokenizer.vocab_size)
-    elif config.tokenizer is not None:
+    if config.tokenizer is not None:
         tokenizer = load_tokenizer(config.tokenizer.source, f"{field}.source")
-    _check_mask_token(tokenizer, field)
-    return tokenizer
-
-
-def _check_mask_token(tokenizer: PreTrainedTokenizerFast, field: str) -> None:
     if tokenizer.mask_token_id is None:
         remedy = "has no mask token; give an encoder from scratch one, tokenizer: {source: scratch}"
         raise UserError(field, tokenizer.name_or_path, remedy)
+    return tokenizer
 
 
 def _from_language_model(config: EncoderConfig, folder: Path) -> PreTrainedModel:
