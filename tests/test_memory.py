@@ -30,7 +30,7 @@ class Monotone:
         log_prob_NC = torch.full(shape, -0.5)
         length_N = torch.full((num_samples,), num_tokens)
         ids_NC = torch.ones(shape, dtype=torch.int64)
-        return Decoded(ids_NC, length_N, log_prob_NC, log_prob_NC, log_prob_NC)
+        return Decoded(ids_NC, length_N, *[log_prob_NC] * 3, torch.zeros_like(ids_NC))
 
 kind, run, out = sys.argv[1], Path(sys.argv[2]), Path(sys.argv[3])
 if kind == "real":

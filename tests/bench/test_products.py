@@ -13,6 +13,7 @@ from transformers import AutoModel, AutoTokenizer
 from residual_ebm.bench import ours, products
 from residual_ebm.bench.inputs import real_texts
 from residual_ebm.bench.setting import Setting
+from residual_ebm.models import beginnings
 
 
 @pytest.fixture
@@ -32,7 +33,9 @@ def _operations(run: Callable[[], Any], operators: tuple[Any, ...] = _LINEAR) ->
 
 
 @pytest.mark.parametrize(("num_prefixes", "samples_per_prefix"), [(1, 6), (3, 2)])
-def test_of_drawing(setting: Setting, num_prefixes: int, samples_per_prefix: int) -> None:
+def test_of_drawing(
+    monkeypatch: pytest.MonkeyPatch, setting: Setting, num_prefixes: int, samples_per_prefix: int
+) -> None:
     common: dict[str, Any] = {
         **setting.take("model", "precision", "prefix_length", "num_tokens", "threads"),
         "num_prefixes": num_prefixes,
@@ -44,7 +47,10 @@ def test_of_drawing(setting: Setting, num_prefixes: int, samples_per_prefix: int
     assert real.units == alone.units
     # The last tokens of several prefixes go through a layer as a batch of products.
     operators = (*_LINEAR, torch.ops.aten.bmm)
-    assert _operations(real.run, operators) == _operations(alone.run) > 0
+    with monkeypatch.context() as patch:
+        patch.setattr(beginnings, "_PARTED_FROM", 0.0)  # every sample by itself
+        assert _operations(real.run, operators) == _operations(alone.run) > 0
+    assert _operations(real.run, operators) <= _operations(alone.run)
 
 
 def test_of_a_step_of_a_language_model(setting: Setting) -> None:

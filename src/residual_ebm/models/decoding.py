@@ -1,11 +1,12 @@
 """Many samples of one prefix (section 3.3; Algorithm 1, first line).
 
-The prefix goes through the network once and is shared by all its samples (`prefix_steps`). Tokens
+The prefix goes through the network once and is shared by all its samples (`prefix_steps`), and so
+is what samples have in common after it, as long as they have it (`beginnings`). Tokens
 are drawn by inverse CDF from given uniforms, so a sample is a function of its key, and its
 log-probability is exactly that of the distribution it came from.
 
-Shapes: G prefixes, P tokens of a prefix, N = G x samples per prefix rows, C new tokens,
-V vocabulary.
+Shapes: G prefixes, P tokens of a prefix, N = G x samples per prefix, C new tokens, V vocabulary,
+U rows of the network's pass: samples that begin alike share one.
 """
 
 import functools
@@ -64,6 +65,7 @@ class Decoded(NamedTuple):
     log_prob_NC: Tensor  # log P_LM of each token
     proposal_log_prob_NC: Tensor  # under the distribution it was drawn from
     entropy_NC: Tensor  # of P_LM where the token was drawn
+    row_NC: Tensor  # which row of the network's pass the token was drawn from
 
 
 class Drawn(NamedTuple):
@@ -144,16 +146,21 @@ def decode(
     rows that draw have -1 there.
     """
     assert given_NC is None or truncation.describe() is None
-    logits_GV, next_logits = begin(model, prefix_ids_GP, samples_per_prefix, num_tokens)
-    logits_NV = logits_GV.repeat_interleave(samples_per_prefix, dim=0)
-    num_rows, device = len(logits_NV), prefix_ids_GP.device
+    logits_UV, next_logits = begin(model, prefix_ids_GP, samples_per_prefix, num_tokens)
+    num_prefixes, device = len(prefix_ids_GP), prefix_ids_GP.device
+    num_rows = num_prefixes * samples_per_prefix
+    row_N = torch.arange(num_prefixes, device=device).repeat_interleave(samples_per_prefix)
+    row_NC = torch.zeros((num_rows, num_tokens), dtype=torch.int64, device=device)
     ids_NC = torch.full((num_rows, num_tokens), padding, dtype=torch.int64, device=device)
     log_prob_NC, proposal_NC, entropy_NC = torch.zeros(3, num_rows, num_tokens, device=device)
     length_N = torch.full((num_rows,), num_tokens, dtype=torch.int64, device=device)
     running_N = torch.ones(num_rows, dtype=torch.bool, device=device)
     for step in range(num_tokens):
         if step > 0:
-            logits_NV = next_logits(ids_NC[:, step - 1 : step], step - 1)
+            logits_UV, row_N = next_logits(ids_NC[:, step - 1], step - 1)
+        row_NC[:, step] = row_N
+        has_all = len(logits_UV) == num_rows  # else samples have the logits of one row together
+        logits_NV = logits_UV if has_all else logits_UV.index_select(0, row_N)
         given_N = None if given_NC is None else given_NC[:, step]
         drawn = draw_token(logits_NV, uniform_at(step).to(device), truncation, given_N)
         ids_NC[:, step] = torch.where(running_N, drawn.token_N, padding)
@@ -166,4 +173,4 @@ def decode(
             running_N = running_N & ~ended_N
             if not running_N.any():
                 break
-    return Decoded(ids_NC, length_N, log_prob_NC, proposal_NC, entropy_NC)
+    return Decoded(ids_NC, length_N, log_prob_NC, proposal_NC, entropy_NC, row_NC)

@@ -273,13 +273,15 @@ class LanguageModel:
         way_of(self.model, arguments["prefix_ids_GP"].shape[1] + arguments["num_tokens"])
         with states_captured(self.model, hidden, layers):
             decoded = self.sample_chunk(**arguments)
-        num_rows, num_tokens = decoded.ids_NC.shape
+        num_tokens = decoded.ids_NC.shape[1]
         # Many prefixes are read in several passes, before the first step.
         num_prefixes = len(arguments["prefix_ids_GP"])
         rows_read = np.cumsum([len(states) for states in hidden])
         num_passes = 1 + int(np.searchsorted(rows_read, num_prefixes))
         prefix_G1H = torch.cat([states[:, -1:] for states in hidden[:num_passes]])
-        hidden_NLH = _one_row_each([prefix_G1H, *hidden[num_passes:]], num_rows)
+        # Fewer passes than tokens where every row ended before.
+        passes = zip([prefix_G1H, *hidden[num_passes:]], decoded.row_NC.T, strict=False)
+        hidden_NLH = torch.cat([states.index_select(0, row_N) for states, row_N in passes], dim=1)
         # Once every row has ended, the rest of the continuation is padding, which nobody reads.
         missing = num_tokens - hidden_NLH.shape[1]
         return decoded, TokenFeatures(

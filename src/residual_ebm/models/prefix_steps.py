@@ -8,7 +8,8 @@ Which of them a model allows is found by a trial of a few tokens, once: what its
 itself is not enough, and a model that quietly forgets its prefix would be sampled from a
 distribution that is not the one it is scored by.
 
-Shapes: G prefixes, P tokens of a prefix, N rows, C new tokens, V vocabulary.
+Shapes: G prefixes, P tokens of a prefix, N samples or rows, U rows where samples that begin alike
+have one, C new tokens, V vocabulary.
 """
 
 import functools
@@ -23,6 +24,7 @@ from torch import Tensor
 from transformers import Cache, DynamicCache, PreTrainedModel
 
 from residual_ebm.models.at_rest import at_rest
+from residual_ebm.models.beginnings import Beginnings
 from residual_ebm.models.compiled import compiled_layers
 from residual_ebm.models.shared_prefix import (
     AfterPrefix,
@@ -30,6 +32,8 @@ from residual_ebm.models.shared_prefix import (
     run_after_prefix,
     shared_prefix,
 )
+
+NextLogits = Callable[[Tensor, int], tuple[Tensor, Tensor]]
 
 _PREFIX_TOKENS_AT_ONCE = 4096
 _logger = logging.getLogger(__name__)
@@ -70,30 +74,42 @@ def _read_prefixes(model: PreTrainedModel, ids_GP: Tensor) -> tuple[Tensor, Dyna
 
 
 def begin(
-    model: PreTrainedModel, ids_GP: Tensor, rows_per_prefix: int, num_tokens: int
-) -> tuple[Tensor, Callable[[Tensor, int], Tensor]]:
-    """The logits behind each prefix, (G, V), and a function from each row's last token and its
-    number after the prefix to the next logits, (N, V)."""
+    model: PreTrainedModel, ids_GP: Tensor, samples_per_prefix: int, num_tokens: int
+) -> tuple[Tensor, NextLogits]:
+    """The logits behind each prefix, (G, V), and a function from each sample's last token (N,) and
+    its number after the prefix to the next logits, (U, V), and which of them each sample has, (N,).
+    """
     prefix_length = ids_GP.shape[1]
     way = way_of(model, prefix_length + num_tokens)
     if way is not Way.SHARED:
         _tell_once(type(model).__name__, way)
     if way is Way.READ_AGAIN:
-        return _reading_again(model, ids_GP, rows_per_prefix)
+        return _reading_again(model, ids_GP, samples_per_prefix)
     logits_GV, prefix_cache = _read_prefixes(model, ids_GP)
-    cache: Cache = prefix_cache
-    if way is Way.SHARED:
-        # The last token is drawn but never read again, so it needs no room.
-        cache = AfterPrefix(prefix_cache, num_tokens - 1)
-    else:
-        prefix_cache.batch_repeat_interleave(rows_per_prefix)
+    if way is Way.REPEATED:
+        prefix_cache.batch_repeat_interleave(samples_per_prefix)
+        return logits_GV, _repeating(model, prefix_cache, prefix_length)
+    # The last token is drawn but never read again, so it needs no room.
+    cache = AfterPrefix(prefix_cache, num_tokens - 1)
+    beginnings = Beginnings(len(ids_GP), samples_per_prefix, ids_GP.device)
 
-    def next_logits(ids_N1: Tensor, number: int) -> Tensor:
-        with compiled_layers(model, len(ids_N1) if way is Way.SHARED else 0):
-            output = _step(model, ids_N1, cache, prefix_length + number, logits_to_keep=1)
-        return cast(Tensor, output.logits[:, -1])
+    def next_logits(token_N: Tensor, number: int) -> tuple[Tensor, Tensor]:
+        token_U, before_U = beginnings.go_on(token_N)
+        if before_U is not None:
+            cache.follow(before_U)
+        with compiled_layers(model, len(token_U)):
+            output = _step(model, token_U[:, None], cache, prefix_length + number, logits_to_keep=1)
+        return output.logits[:, -1], beginnings.row_N
 
     return logits_GV, next_logits
+
+
+def _repeating(model: PreTrainedModel, cache: Cache, prefix_length: int) -> NextLogits:
+    def next_logits(token_N: Tensor, number: int) -> tuple[Tensor, Tensor]:
+        output = _step(model, token_N[:, None], cache, prefix_length + number, logits_to_keep=1)
+        return output.logits[:, -1], _own_row_each(token_N)
+
+    return next_logits
 
 
 def _step(
@@ -112,18 +128,22 @@ def _step(
 
 
 def _reading_again(
-    model: PreTrainedModel, ids_GP: Tensor, rows_per_prefix: int
-) -> tuple[Tensor, Callable[[Tensor, int], Tensor]]:
+    model: PreTrainedModel, ids_GP: Tensor, samples_per_prefix: int
+) -> tuple[Tensor, NextLogits]:
     def logits_behind(ids: Tensor) -> Tensor:
         return cast(Tensor, model(ids, use_cache=False, logits_to_keep=1).logits[:, -1])
 
-    rows = [ids_GP.repeat_interleave(rows_per_prefix, dim=0)]
+    rows = [ids_GP.repeat_interleave(samples_per_prefix, dim=0)]
 
-    def next_logits(ids_N1: Tensor, _number: int) -> Tensor:
-        rows.append(ids_N1)
-        return logits_behind(torch.cat(rows, dim=1))
+    def next_logits(token_N: Tensor, _number: int) -> tuple[Tensor, Tensor]:
+        rows.append(token_N[:, None])
+        return logits_behind(torch.cat(rows, dim=1)), _own_row_each(token_N)
 
     return logits_behind(ids_GP), next_logits
+
+
+def _own_row_each(token_N: Tensor) -> Tensor:
+    return torch.arange(len(token_N), device=token_N.device)
 
 
 @functools.cache

@@ -114,6 +114,13 @@ class _Layer:
         keys, values = (buffer[:, :, : self._filled] for buffer in self._buffers)
         return keys, values
 
+    def follow(self, before_N: Tensor) -> None:
+        """From now on, each row goes on from what the row named for it has had so far."""
+        for number, buffer in enumerate(self._buffers):
+            self._buffers[number] = buffer.new_empty((len(before_N), *buffer.shape[1:]))
+            filled = buffer[:, :, : self._filled].index_select(0, before_N)
+            self._buffers[number][:, :, : self._filled] = filled
+
 
 _layers: ContextVar[list[_Layer]] = ContextVar("layers")
 
@@ -129,6 +136,11 @@ class AfterPrefix(Cache):
         self, key_states: Tensor, value_states: Tensor, *_args: Any, **_kwargs: Any
     ) -> tuple[Tensor, Tensor]:
         return key_states, value_states
+
+    def follow(self, before_N: Tensor) -> None:
+        """Rows part: each goes on from the own tokens of the row named for it."""
+        for layer in self.own:
+            layer.follow(before_N)
 
 
 @contextmanager
