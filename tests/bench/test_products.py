@@ -50,7 +50,10 @@ def test_of_drawing(
     with monkeypatch.context() as patch:
         patch.setattr(beginnings, "_PARTED_FROM", 0.0)  # every sample by itself
         assert _operations(real.run, operators) == _operations(alone.run) > 0
-    assert _operations(real.run, operators) <= _operations(alone.run)
+    greedy = ours.draw(**common, text=setting.text, top_k=1)
+    greedy.run()
+    once = products.drawing(**{**common, "samples_per_prefix": 1})
+    assert _operations(greedy.run, operators) == _operations(once.run)
 
 
 def test_of_a_step_of_a_language_model(setting: Setting) -> None:

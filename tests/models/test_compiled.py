@@ -17,9 +17,9 @@ from torch._dynamo.exc import TorchDynamoException
 from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
 
 from residual_ebm.config import TrainingConfig
-from residual_ebm.models import compiled, shared_prefix, vocabulary
+from residual_ebm.models import beginnings, compiled, shared_prefix, vocabulary
 from residual_ebm.models.compiled import compiled_instead_of, compiled_training
-from residual_ebm.models.decoding import Decoded, decode
+from residual_ebm.models.decoding import Decoded, Truncation, decode
 from residual_ebm.models.training import TrainingLog, train
 from residual_ebm.models.vocabulary_loss import next_token_loss
 from residual_ebm.progress import QUIET
@@ -162,11 +162,17 @@ def test_an_error_of_another_kind_is_not_hidden(monkeypatch: pytest.MonkeyPatch)
         double(torch.ones(MANY))
 
 
-@pytest.mark.usefixtures("nothing_broken")
-def test_one_compilation_serves_all_layers() -> None:
-    model = random_model("llama", num_layers=7)
+def compile_anew() -> None:
     torch._dynamo.reset()
     compiled._compiled_forwards.clear()
+    compiled._shown.clear()
+
+
+@pytest.mark.usefixtures("nothing_broken")
+def test_one_compilation_serves_all_layers(monkeypatch: pytest.MonkeyPatch) -> None:
+    model = random_model("llama", num_layers=7)
+    monkeypatch.setattr(beginnings, "_PARTED_FROM", 0.0)  # many rows from the first token on
+    compile_anew()
     torch._dynamo.utils.counters.clear()
     decode(
         model,
@@ -177,7 +183,7 @@ def test_one_compilation_serves_all_layers() -> None:
     )
     assert not compiled._broken
     # Own tokens, the vocabulary, and the layer: with number 0, with 1, and for all others.
-    assert torch._dynamo.utils.counters["stats"]["unique_graphs"] <= 5
+    assert 3 <= torch._dynamo.utils.counters["stats"]["unique_graphs"] <= 5
 
 
 @pytest.mark.usefixtures("nothing_broken")
@@ -198,6 +204,7 @@ def test_compiled_layers_decode_what_plain_ones_do(
     monkeypatch: pytest.MonkeyPatch, model_type: str
 ) -> None:
     model = random_model(model_type)
+    monkeypatch.setattr(beginnings, "_PARTED_FROM", 0.0)
     prefix_GP = torch.tensor([[3, 4, 5], [5, 6, 2]])
 
     def decoded() -> Decoded:
@@ -220,8 +227,44 @@ def test_compiled_layers_decode_what_plain_ones_do(
 
 
 @pytest.mark.usefixtures("nothing_broken")
-def test_what_was_decoded_first_changes_no_bit_of_what_follows() -> None:
-    """The compiler sees the first chunk's size: a resumed run may begin with another one."""
+def test_rows_that_become_many_on_the_way_decode_what_plain_ones_do(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Samples that begin alike are few rows at first, which are not compiled."""
+    model = random_model("llama")
+    rows_of_passes: list[int] = []
+    layer = compiled._repeated_layers(model)[0]
+    layer.register_forward_pre_hook(lambda _layer, inputs: rows_of_passes.append(len(inputs[0])))
+
+    def decoded() -> Decoded:
+        rows_of_passes.clear()
+        return decode(
+            model,
+            torch.tensor([[3, 4, 5], [5, 6, 2]]),
+            samples_per_prefix=2 * MANY,
+            num_tokens=9,
+            uniform_at=lambda step: torch.from_numpy(uniform(0, 0, step, 0, 4 * MANY)),
+        )
+
+    with monkeypatch.context() as patch:
+        patch.setattr(compiled, "_pays", lambda *_: False)
+        patch.setattr(beginnings, "_PARTED_FROM", 0.0)
+        plain = decoded()
+    fused = decoded()
+    assert not compiled._broken
+    # A pass over the prefixes, few rows, many that are shared, and then one for each sample.
+    assert rows_of_passes[1] < 256
+    assert any(256 <= rows < 4 * MANY for rows in rows_of_passes)
+    assert rows_of_passes[-1] == 4 * MANY
+    assert torch.equal(fused.ids_NC, plain.ids_NC)
+    torch.testing.assert_close(fused.log_prob_NC, plain.log_prob_NC, rtol=1e-4, atol=1e-4)
+
+
+@pytest.mark.parametrize("first", [{}, {"truncation": Truncation(top_k=2), "num_tokens": 16}])
+@pytest.mark.usefixtures("nothing_broken")
+def test_what_was_decoded_first_changes_no_bit_of_what_follows(first: dict[str, Any]) -> None:
+    """The compiler sees the first chunk's size, and how many tokens its samples had when they
+    became many rows: a resumed run may begin with another one."""
     config = AutoConfig.for_model(
         "llama",
         vocab_size=600,
@@ -236,24 +279,20 @@ def test_what_was_decoded_first_changes_no_bit_of_what_follows() -> None:
     model = AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16).eval()
     toys.scale_up(model, 4.0)
 
-    def decoded(rows: int) -> Decoded:
+    def decoded(rows: int, **options: Any) -> Decoded:
         return decode(
             model,
             torch.tensor([[3, 4, 5]]),
             samples_per_prefix=rows,
-            num_tokens=5,
             uniform_at=lambda step: torch.from_numpy(uniform(0, 0, step, 0, rows)),
+            **{"num_tokens": 20, **options},
         )
-
-    def compile_anew() -> None:
-        torch._dynamo.reset()
-        compiled._compiled_forwards.clear()
 
     threads = torch.get_num_threads()
     torch.set_num_threads(2)
     try:
         compile_anew()
-        decoded(900)
+        decoded(900, **first)
         after = decoded(MANY)
         compile_anew()
         alone = decoded(MANY)

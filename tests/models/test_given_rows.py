@@ -8,7 +8,7 @@ import torch
 import toys
 
 from residual_ebm.config import ContinuationMode
-from residual_ebm.models import prefix_steps
+from residual_ebm.models import beginnings, prefix_steps
 from residual_ebm.models.decoding import UNTRUNCATED, Decoded
 from residual_ebm.models.language_model import LanguageModel, TokenFeatures
 
@@ -66,10 +66,16 @@ def test_the_others_are_drawn_as_without_them(mode: ContinuationMode) -> None:
     torch.testing.assert_close(first_and_rest(beside.log_prob_NC)[1], alone.log_prob_NC)
 
 
+@pytest.mark.parametrize("together", [True, False])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
-def test_a_given_row_cannot_be_told_from_a_drawn_one(dtype: torch.dtype) -> None:
-    """The same tokens leave the same states, bit for bit: an energy that learns from them cannot
-    find out which class it sees from how numbers were rounded."""
+def test_a_given_row_cannot_be_told_from_a_drawn_one(
+    monkeypatch: pytest.MonkeyPatch, dtype: torch.dtype, together: bool
+) -> None:
+    """The same tokens leave the same states, bit for bit, also where each sample has a row of its
+    own: an energy that learns from them cannot find out which class it sees from how numbers were
+    rounded."""
+    if not together:
+        monkeypatch.setattr(beginnings, "_PARTED_FROM", 0.0)
     lm = LanguageModel(deepcopy(toys.language_model().model).to(dtype), toys.word_tokenizer())
     alone, _ = sample(lm, "fixed")
     one_of_each_GC = alone.ids_NC.view(2, NUM_SAMPLES, -1)[:, 7]

@@ -1,6 +1,7 @@
 """How fast each thing could be at most: its matrix products alone, at the model's own shapes.
 
-Every linear layer is applied once for the rows that go through it together, with nothing between.
+Every linear layer is applied once for the rows that go through it together, with nothing between;
+of samples, for every token of each, though samples that begin alike need fewer.
 """
 
 from collections.abc import Callable, Sequence

@@ -3,8 +3,8 @@ compiler is at hand.
 
 A fused loop over a tensor reads it once where plain torch reads it once an operation. Compiling
 takes some seconds, so small inputs take the plain way. Which way is taken, and for which shapes,
-depends on the sizes of the inputs and on the recipe, not on how much there is left to do: an
-interrupted run goes on as it began.
+depends on the sizes of the inputs and on the recipe, not on how much there is left to do nor on
+what came before: an interrupted run goes on as it began.
 """
 
 import logging
@@ -34,6 +34,7 @@ _WHOLE = torch._functorch.config.patch(force_non_lazy_backward_lowering=True)
 _NOT_COMPILED = (TorchDynamoException, FailOnRecompileLimitHit)
 _logger = logging.getLogger(__name__)
 _broken: set[Callable[..., Any]] = set()
+_shown: set[tuple[Any, ...]] = set()
 _compiled_forwards: dict[tuple[Callable[..., Any], bool], Callable[..., Any]] = {}
 # Compile in this process: workers of its own would outlive the few functions there are.
 torch._inductor.config.compile_threads = 1
@@ -41,18 +42,30 @@ torch._inductor.config.compile_threads = 1
 Function = TypeVar("Function", bound=Callable[..., Any])
 
 
-def compiled_instead_of(plain: Function, from_numbers: int) -> Callable[[Function], Function]:
+def compiled_instead_of(
+    plain: Function, from_numbers: int, first: Callable[..., tuple[Any, ...]] | None = None
+) -> Callable[[Function], Function]:
     """The decorated function takes the place of `plain` when its first argument has many rows and
-    `from_numbers` numbers in all."""
+    `from_numbers` numbers in all.
+
+    The compiler makes its loops for the sizes that it sees first; where these may be any, `first`
+    cuts arguments down to what it is shown before.
+    """
 
     def decorate(function: Function) -> Function:
         fused = _compile(function)
 
         @wraps(plain)
         def choose(*arguments: Any) -> Any:
-            first = arguments[0]
-            if not _pays(first.device, len(first), first.numel(), from_numbers):
+            rows = arguments[0]
+            if not _pays(rows.device, len(rows), rows.numel(), from_numbers):
                 return plain(*arguments)
+            if first is not None:
+                shown = first(*arguments)
+                kind = (fused, *((part.dtype, part.shape) for part in shown))
+                if kind not in _shown:
+                    _shown.add(kind)
+                    _try(fused, plain, *shown)
             return _try(fused, plain, *arguments)
 
         return choose  # type: ignore[return-value]

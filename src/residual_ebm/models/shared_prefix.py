@@ -32,7 +32,7 @@ from transformers import (
 from transformers.cache_utils import DynamicLayer
 from transformers.masking_utils import AttentionMaskInterface
 
-from residual_ebm.models.compiled import compiled_instead_of
+from residual_ebm.models.compiled import FROM_ROWS, compiled_instead_of
 from residual_ebm.models.device import has_tiles
 from residual_ebm.models.loading import POSITIONS_AFTER_PADDING
 
@@ -116,10 +116,11 @@ class _Layer:
 
     def follow(self, before_N: Tensor) -> None:
         """From now on, each row goes on from what the row named for it has had so far."""
-        for number, buffer in enumerate(self._buffers):
-            self._buffers[number] = buffer.new_empty((len(before_N), *buffer.shape[1:]))
-            filled = buffer[:, :, : self._filled].index_select(0, before_N)
-            self._buffers[number][:, :, : self._filled] = filled
+        before = self._buffers
+        self._buffers = [old.new_empty((len(before_N), *old.shape[1:])) for old in before]
+        for old, new in zip(before, self._buffers, strict=True):
+            filled = (slice(None), slice(None), slice(self._filled))
+            torch.index_select(old[filled], 0, before_N, out=new[filled])
 
 
 _layers: ContextVar[list[_Layer]] = ContextVar("layers")
@@ -308,7 +309,16 @@ def _own_by_attention(
     return _merge(prefix_out_NKRD, prefix_lse_NKR, own_out, own_lse)
 
 
-@compiled_instead_of(_own_by_attention, from_numbers=2**17)
+def _two_own_tokens(
+    query: Tensor, key: Tensor, value: Tensor, prefix_out: Tensor, prefix_lse: Tensor, scale: Tensor
+) -> tuple[Tensor, ...]:
+    """How many tokens samples have when they are many rows at last depends on what was drawn."""
+    few = slice(FROM_ROWS)
+    own = (key[few, :, :2], value[few, :, :2])
+    return query[few], *own, prefix_out[few], prefix_lse[few], scale
+
+
+@compiled_instead_of(_own_by_attention, from_numbers=2**17, first=_two_own_tokens)
 def _merge_own(
     query_NKRD: Tensor,
     key_NKSD: Tensor,

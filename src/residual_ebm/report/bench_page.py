@@ -45,8 +45,8 @@ def _markdown(results: dict[str, Any], chart: str, numbers: str) -> str:
         "*Matrix products alone* are the linear layers of the same work with nothing between them,"
         " as torch multiplies them. *At most* is how many times as fast they are; weights in"
         " another layout would give a few per cent more, multiplying more coarsely twice as much."
-        " Of samples, they are those of every token of each; what samples of a prefix have in common"
-        " at their beginning we compute once (`models/beginnings.py`).",
+        " Of samples, they are those of every token of each; what samples of a prefix have in"
+        " common at their beginning we compute once (`models/beginnings.py`), which is less.",
         "",
         "generate, the classifier and Trainer have a process as anybody would have it. Ours keeps"
         " freed memory for the next tensor (`models/memory.py`); *memory kept* is the quickest of"
