@@ -187,6 +187,31 @@ def test_one_compilation_serves_all_layers(monkeypatch: pytest.MonkeyPatch) -> N
 
 
 @pytest.mark.usefixtures("nothing_broken")
+def test_the_compiler_sees_the_same_sizes_first_whatever_comes(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    seen: list[tuple[int, ...]] = []
+
+    def compiled_double(x: Tensor) -> Tensor:
+        seen.append(tuple(x.shape))
+        return 2 * x
+
+    monkeypatch.setattr(torch, "compile", lambda *_, **__: compiled_double)
+
+    @compiled_instead_of(_double, from_numbers=0, first=lambda x: (x[:256, :2],))
+    def double(x: Tensor) -> Tensor:
+        return x + x
+
+    wide = torch.randn(MANY, 9)
+    assert torch.equal(double(wide), 2 * wide)
+    assert seen == [(256, 2), (MANY, 9)]
+    double(torch.randn(2 * MANY, 5))
+    assert seen[2:] == [(2 * MANY, 5)]
+    double(wide.double())  # which the compiler would make other loops for
+    assert seen[3:] == [(256, 2), (MANY, 9)]
+
+
+@pytest.mark.usefixtures("nothing_broken")
 def test_options_of_the_compiler_do_not_pile_up() -> None:
     """Each patch of its configuration would stay alive in this thread."""
     logits_RV = torch.randn(MANY, 64)
