@@ -159,11 +159,11 @@ def decode(
         if step > 0:
             logits_UV, row_N = next_logits(ids_NC[:, step - 1], step - 1)
         row_NC[:, step] = row_N
-        if len(logits_UV) < num_rows:  # some samples have a row together
-            logits_UV = logits_UV.index_select(0, row_N)
+        shared = len(logits_UV) < num_rows
+        logits_NV = logits_UV.index_select(0, row_N) if shared else logits_UV
         given_N = None if given_NC is None else given_NC[:, step]
-        drawn = draw_token(logits_UV, uniform_at(step).to(device), truncation, given_N)
-        del logits_UV  # before the next are made: they may be hundreds of megabytes
+        drawn = draw_token(logits_NV, uniform_at(step).to(device), truncation, given_N)
+        del logits_UV, logits_NV  # before the next are made: they may be hundreds of megabytes
         ids_NC[:, step] = torch.where(running_N, drawn.token_N, padding)
         log_prob_NC[:, step] = torch.where(running_N, drawn.log_prob_N, 0.0)
         proposal_NC[:, step] = torch.where(running_N, drawn.proposal_log_prob_N, 0.0)
