@@ -30,10 +30,12 @@ def agreement(*, timeout: float, **arguments: Any) -> dict[str, Any]:
     told = {name: arguments[name] for name in ("precision", "num_samples")}
     pool = ProcessPoolExecutor(1, mp_context=context)
     try:
-        return {**told, **pool.submit(compare, **arguments).result(timeout), "error": None}
+        found = pool.submit(compare, **arguments).result(timeout)
+        pool.shutdown()  # it leaves by itself, and tidies up behind itself
+        return {**told, **found, "error": None}
     except Exception as error:  # an hour of other measurements must not be lost
         return {**told, "error": f"{type(error).__name__}: {error}"}
-    finally:  # Ctrl-C does not wait for it
+    finally:  # Ctrl-C does not wait for it, nor does a time that is over
         for process in list((pool._processes or {}).values()):
             process.kill()
         pool.shutdown(wait=False)

@@ -67,8 +67,13 @@ def has_amx() -> bool:
     limit = os.environ.get(_LIMIT, _NO_LIMITS[0]).upper()
     if limit not in _NO_LIMITS and "AMX" not in limit:
         return False
+    return processor_lists("amx_bf16")
+
+
+def processor_lists(feature: str) -> bool:
+    """Whether it is among the features that Linux tells of."""
     try:
-        return "amx_bf16" in Path("/proc/cpuinfo").read_text(encoding="utf-8")
+        return feature in Path("/proc/cpuinfo").read_text(encoding="utf-8").split()
     except OSError:
         return False
 

@@ -22,6 +22,7 @@ from residual_ebm.errors import UserError
 from residual_ebm.files.storage import fingerprint
 from residual_ebm.models.decoding import Decoded, Truncation, decode
 from residual_ebm.models.device import DTYPES, resolve_device, resolve_precision
+from residual_ebm.models.last_layer import ends_in_a_plain_layer, relative_logits
 from residual_ebm.models.layer_states import states_captured
 from residual_ebm.models.loading import context_length, load_pretrained, load_tokenizer
 from residual_ebm.models.prefix_steps import can_share_prefix, way_of
@@ -155,7 +156,8 @@ class LanguageModel:
         ids_BL = ids_BT[:, :-1].to(self.device)
         # Autocast off: HeaT trains inside it, and P_LM must be the same there as everywhere else.
         capture = states_captured(self.model, captured, layers)
-        with capture, torch.autocast(self.device.type, enabled=False):
+        rounding = relative_logits(self.model)  # first, for it may try the model too
+        with rounding, capture, torch.autocast(self.device.type, enabled=False):
             if shares:
                 logits = forward_after_prefix(self.model, ids_BL, prefix_length)
             else:
@@ -251,17 +253,18 @@ class LanguageModel:
             given_GJC = torch.full((len(given_ids_GC), 1 + num_samples, num_tokens), -1)
             given_GJC[:, 0] = given_ids_GC
             given_NC = given_GJC.flatten(0, 1).to(self.device)
-        return decode(
-            self.model,
-            prefix_ids_GP.to(self.device),
-            samples_per_prefix=num_given + num_samples,
-            num_tokens=num_tokens,
-            uniform_at=uniform_at,
-            truncation=truncation,
-            end_of_text=self.end_of_text if stop_at_end else None,
-            padding=self.end_of_text,
-            given_NC=given_NC,
-        )
+        with relative_logits(self.model):
+            return decode(
+                self.model,
+                prefix_ids_GP.to(self.device),
+                samples_per_prefix=num_given + num_samples,
+                num_tokens=num_tokens,
+                uniform_at=uniform_at,
+                truncation=truncation,
+                end_of_text=self.end_of_text if stop_at_end else None,
+                padding=self.end_of_text,
+                given_NC=given_NC,
+            )
 
     @torch.inference_mode()
     def sample_chunk_with_features(
@@ -269,8 +272,9 @@ class LanguageModel:
     ) -> tuple[Decoded, TokenFeatures]:
         """`sample_chunk`, and what the network computed for each token while it was drawn."""
         hidden: list[Tensor] = []
-        # Tried before, or the states of the trial would be among those wanted.
+        # Tried before, or the states of the trials would be among those wanted.
         way_of(self.model, arguments["prefix_ids_GP"].shape[1] + arguments["num_tokens"])
+        ends_in_a_plain_layer(self.model)
         with states_captured(self.model, hidden, layers):
             decoded = self.sample_chunk(**arguments)
         num_tokens = decoded.ids_NC.shape[1]

@@ -35,6 +35,7 @@ from transformers.masking_utils import AttentionMaskInterface
 from residual_ebm.models.compiled import FROM_ROWS, compiled_instead_of
 from residual_ebm.models.device import has_tiles
 from residual_ebm.models.loading import POSITIONS_AFTER_PADDING
+from residual_ebm.models.packed_attention import PackedLayer, can_attend
 
 _NAME = "residual_ebm_shared_prefix"
 # What models hand to attention that makes its scores others than products of queries and keys.
@@ -85,11 +86,25 @@ class _Layer:
     """The keys and values of a prefix, and room for those of each row's own tokens after it."""
 
     def __init__(self, prefix: DynamicLayer, num_tokens: int) -> None:
-        self._prefix = (prefix.keys, prefix.values)
+        self._cached = prefix
+        self._prefix: tuple[Tensor, ...] = (prefix.keys, prefix.values)
         self.num_prefixes = len(prefix.keys)
         self._room = num_tokens
         self._filled = 0
         self._buffers: list[Tensor] = []
+        self._packed: PackedLayer | None = None
+
+    @property
+    def packed(self) -> PackedLayer:
+        """The same in the kernel's layout, from its first use on: many prefixes are gigabytes, so
+        they are not kept in both."""
+        if self._packed is None:
+            keys, values = self._prefix
+            self._packed = PackedLayer(keys, values, self._room)
+            # What is asked of the cache from now on is its shape.
+            self._cached.keys = self._cached.values = keys.new_zeros(()).expand(keys.shape)
+            self._prefix = ()
+        return self._packed
 
     def prefix_for(self, num_heads: int, num_queries: int) -> tuple[Tensor, ...]:
         """The prefix's keys and values, (G, K, P, D), or (G, H, P, D) where products are quick and
@@ -116,6 +131,8 @@ class _Layer:
 
     def follow(self, before_N: Tensor) -> None:
         """From now on, each row goes on from what the row named for it has had so far."""
+        if self._packed is not None:
+            self._packed.follow(before_N)
         before = self._buffers
         self._buffers = [old.new_empty((len(before_N), *old.shape[1:])) for old in before]
         for old, new in zip(before, self._buffers, strict=True):
@@ -242,6 +259,8 @@ def _attend_after_prefix(
     """Attention of new tokens (N, H, L, D) to prefix and own tokens, as (N, L, H, D)."""
     kept = _layers.get()[layer]
     num_rows, num_heads, num_new, size = query.shape
+    if num_new == 1 and can_attend(query):
+        return kept.packed.attend(query, key, value, scale)
     kv_heads = key.shape[1]
     repeats = num_heads // kv_heads
     prefix_out, prefix_lse = _attend_to_prefix(query, kept, scale)

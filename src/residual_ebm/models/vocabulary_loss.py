@@ -9,14 +9,13 @@ Shapes: R rows (tokens to predict), H hidden size, V vocabulary.
 
 from collections.abc import Iterator
 from typing import Any
-from weakref import WeakKeyDictionary
 
 import torch
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
-from residual_ebm.models.at_rest import at_rest
 from residual_ebm.models.compiled import FROM_ROWS, compiled_instead_of
+from residual_ebm.models.last_layer import ends_in_a_plain_layer
 from residual_ebm.models.masking import IGNORED
 from residual_ebm.models.ralm import RalmForCausalLM
 
@@ -27,7 +26,7 @@ def next_token_loss(model: PreTrainedModel, ids_BT: Tensor) -> Tensor:
     """Mean cross-entropy of every token after the first."""
     target_R = ids_BT[:, 1:].flatten()
     parts = model.parts if isinstance(model, RalmForCausalLM) else (model,)
-    if not all(map(_ends_in_a_plain_layer, parts)):
+    if not all(map(ends_in_a_plain_layer, parts)):
         logits_BTV = model(ids_BT, use_cache=False).logits[:, :-1]
         return _cross_entropy(logits_BTV.flatten(0, 1), target_R)
     *fixed, (hidden_RH, weight_VH) = (_last_product(part, ids_BT) for part in parts)
@@ -42,11 +41,6 @@ def next_token_loss(model: PreTrainedModel, ids_BT: Tensor) -> Tensor:
         torch.is_grad_enabled(),  # which a leaf's needs_input_grad does not tell
     )
     return loss
-
-
-def _ends_in_a_plain_layer(model: PreTrainedModel) -> bool:
-    last = model.get_output_embeddings()
-    return isinstance(last, nn.Linear) and last.bias is None and _plain_logits(model)
 
 
 def _last_product(model: PreTrainedModel, ids_BT: Tensor) -> tuple[Tensor, Tensor]:
@@ -75,31 +69,6 @@ def masked_token_loss(
         logits_RV = logits_RV.flatten(0, 1).index_select(0, place_R)
     target_R = target_BL.to(device).flatten()[place_R]
     return _cross_entropy(logits_RV, target_R)
-
-
-_known: WeakKeyDictionary[PreTrainedModel, bool] = WeakKeyDictionary()
-
-
-def _plain_logits(model: PreTrainedModel) -> bool:
-    """Whether logits are what leaves the last layer: some models scale or cap them. Tried once."""
-    if model not in _known:
-        left: list[Tensor] = []
-
-        def leave(_layer: nn.Module, _inputs: Any, output: Tensor) -> Tensor:
-            # Numbers of ours: a layer that starts at zero gives zeros, which no scale changes.
-            number = torch.arange(output.numel(), device=output.device) % 97 - 48
-            left.append(number.view_as(output).to(output.dtype))
-            return left[-1]
-
-        handle = model.get_output_embeddings().register_forward_hook(leave)
-        ids_1T = torch.zeros(1, 2, dtype=torch.int64, device=model.device)
-        try:
-            with torch.no_grad(), at_rest(model):
-                logits = model(ids_1T, use_cache=False).logits
-        finally:
-            handle.remove()
-        _known[model] = len(left) == 1 and torch.equal(logits.float(), left[0].float())
-    return _known[model]
 
 
 def _product_type(hidden: Tensor) -> torch.dtype:

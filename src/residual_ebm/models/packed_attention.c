@@ -1,0 +1,195 @@
+/* Attention of one new token a row to a prefix that rows share and to each row's own tokens, in
+   bfloat16 with sums in float32, for processors that multiply pairs of bfloat16 (AVX-512 BF16).
+
+   Shapes: N rows, G prefixes, K heads of keys and values, R queries of each, D numbers a head, P
+   tokens of a prefix, S own tokens of a row, the newest among them. Numbers are packed in pairs, one
+   pair to 32 bits: keys (D / 2, tokens), so that a row of memory holds 16 tokens or more, values
+   (tokens / 2, D). Tokens are padded to a multiple of 16. */
+
+#include <immintrin.h>
+#include <omp.h>
+#include <stdint.h>
+
+#define INLINE static inline __attribute__((always_inline))
+#define LANES 16
+#define PADDED(tokens) (((tokens) + LANES - 1) / LANES * LANES)
+#define NEVER -1e30f /* a score whose exponential is zero */
+
+typedef uint16_t number; /* a bfloat16 */
+typedef uint32_t pair;
+
+/* Rows of pairs: some heads that lie `head` apart, then the same `row` further. */
+typedef struct {
+    const pair *first;
+    int64_t heads, head, row;
+} rows_of_pairs;
+
+INLINE const pair *row_of(rows_of_pairs rows, int64_t index) {
+    return rows.first + index / rows.heads * rows.row + index % rows.heads * rows.head;
+}
+
+/* A few rows times as many vectors of columns as fit in the registers. */
+INLINE void multiply_tile(const int count, const int vectors, const pair *const *left,
+                          int64_t pairs, const pair *right, int64_t right_row, float *out,
+                          int64_t out_row, int add) {
+    __m512 sum[3][8];
+    for (int i = 0; i < count; i++)
+        for (int j = 0; j < vectors; j++)
+            sum[i][j] = add ? _mm512_loadu_ps(out + i * out_row + LANES * j) : _mm512_setzero_ps();
+    for (int64_t p = 0; p < pairs; p++) {
+        __m512bh factor[3];
+        for (int i = 0; i < count; i++)
+            factor[i] = (__m512bh)_mm512_set1_epi32((int)left[i][p]);
+        for (int j = 0; j < vectors; j++) {
+            __m512bh column = (__m512bh)_mm512_loadu_si512(right + p * right_row + LANES * j);
+            for (int i = 0; i < count; i++)
+                sum[i][j] = _mm512_dpbf16_ps(sum[i][j], column, factor[i]);
+        }
+    }
+    for (int i = 0; i < count; i++)
+        for (int j = 0; j < vectors; j++)
+            _mm512_storeu_ps(out + i * out_row + LANES * j, sum[i][j]);
+}
+
+INLINE void multiply_rows(const int count, rows_of_pairs rows, int64_t first, int64_t pairs,
+                          const pair *right, int64_t right_row, int64_t width, float *out,
+                          int64_t out_row, int add) {
+    const pair *left[3];
+    for (int i = 0; i < count; i++)
+        left[i] = row_of(rows, first + i);
+    int64_t column = 0;
+    out += first * out_row;
+    for (; column + 8 * LANES <= width; column += 8 * LANES)
+        multiply_tile(count, 8, left, pairs, right + column, right_row, out + column, out_row, add);
+    for (; column + 4 * LANES <= width; column += 4 * LANES)
+        multiply_tile(count, 4, left, pairs, right + column, right_row, out + column, out_row, add);
+    for (; column + LANES <= width; column += LANES)
+        multiply_tile(count, 1, left, pairs, right + column, right_row, out + column, out_row, add);
+}
+
+/* out (num_rows, width) = rows (num_rows, pairs) x right (pairs, width), or added to what is there.
+   How a row's sums are taken does not depend on the rows beside it. */
+static void multiply(int64_t num_rows, rows_of_pairs rows, int64_t pairs, const pair *right,
+                     int64_t right_row, int64_t width, float *out, int64_t out_row, int add) {
+    int64_t done = 0;
+    for (; done + 3 <= num_rows; done += 3)
+        multiply_rows(3, rows, done, pairs, right, right_row, width, out, out_row, add);
+    for (; done < num_rows; done++)
+        multiply_rows(1, rows, done, pairs, right, right_row, width, out, out_row, add);
+}
+
+/* For x <= 0, to a few units in the last place; what is no number stays none. */
+INLINE __m512 exponential(__m512 x) {
+    x = _mm512_max_ps(_mm512_set1_ps(-100.0f), x);
+    __m512 power = _mm512_roundscale_ps(_mm512_mul_ps(x, _mm512_set1_ps(1.44269504f)), 0);
+    __m512 rest = _mm512_fnmadd_ps(power, _mm512_set1_ps(0.693145752f), x); /* ln 2, in two parts */
+    rest = _mm512_fnmadd_ps(power, _mm512_set1_ps(1.42860677e-6f), rest);
+    __m512 series = _mm512_set1_ps(1.0f / 720);
+    series = _mm512_fmadd_ps(series, rest, _mm512_set1_ps(1.0f / 120));
+    series = _mm512_fmadd_ps(series, rest, _mm512_set1_ps(1.0f / 24));
+    series = _mm512_fmadd_ps(series, rest, _mm512_set1_ps(1.0f / 6));
+    series = _mm512_fmadd_ps(series, rest, _mm512_set1_ps(0.5f));
+    series = _mm512_fmadd_ps(series, rest, _mm512_set1_ps(1.0f));
+    series = _mm512_fmadd_ps(series, rest, _mm512_set1_ps(1.0f));
+    return _mm512_scalef_ps(series, power);
+}
+
+INLINE void store_rounded(number *to, __m512 values) {
+    _mm256_storeu_si256((__m256i *)to, (__m256i)_mm512_cvtneps_pbh(values));
+}
+
+/* Masses exp(scale x (score - largest)) of all tokens, rounded; their sum is of unrounded ones. */
+INLINE float masses_of(const float *score, number *mass, int64_t width, float scale) {
+    __m512 largest = _mm512_set1_ps(NEVER), total = _mm512_setzero_ps();
+    for (int64_t t = 0; t < width; t += LANES)
+        largest = _mm512_max_ps(largest, _mm512_loadu_ps(score + t));
+    largest = _mm512_set1_ps(_mm512_reduce_max_ps(largest));
+    for (int64_t t = 0; t < width; t += LANES) {
+        __m512 below = _mm512_sub_ps(_mm512_loadu_ps(score + t), largest);
+        __m512 masses = exponential(_mm512_mul_ps(below, _mm512_set1_ps(scale)));
+        total = _mm512_add_ps(total, masses);
+        store_rounded(mass + t, masses);
+    }
+    return _mm512_reduce_add_ps(total);
+}
+
+INLINE void append(pair *keys, number *values, const pair *key, const number *value, int64_t room,
+                   int64_t newest, int64_t D) {
+    for (int64_t p = 0; p < D / 2; p++)
+        keys[p * room + newest] = key[p];
+    number *half = values + newest / 2 * 2 * D + newest % 2;
+    for (int64_t d = 0; d < D; d++)
+        half[2 * d] = value[d];
+}
+
+/* How many rows of a prefix go together; about 24 queries, whose scores stay in the cache. */
+static int64_t rows_together(int64_t R) { return R < 24 ? 24 / R : 1; }
+
+/* Floats that each thread needs in `space`. */
+int64_t space_needed(int64_t R, int64_t D, int64_t P, int64_t S) {
+    int64_t width = PADDED(P) + PADDED(S);
+    return PADDED(rows_together(R) * R * (width + width / 2 + D));
+}
+
+/* query and out (N, K, R, D), key and value (N, K, D) of the newest token; own tokens have room for
+   `room`, a multiple of 16, and what has not come yet is zero. */
+void attend(const number *query, const number *key, const number *value, pair *own_keys,
+            number *own_values, const pair *prefix_keys, const pair *prefix_values, number *out,
+            float *space, int64_t N, int64_t G, int64_t K, int64_t R, int64_t D, int64_t P,
+            int64_t room, int64_t S, float scale, int32_t threads) {
+    const int64_t P16 = PADDED(P), S16 = PADDED(S), width = P16 + S16;
+    const int64_t rows = N / G, together = rows_together(R);
+    const int64_t blocks = (rows + together - 1) / together;
+    const int64_t head_keys = D / 2 * room, head_values = room * D; /* of one row */
+#pragma omp parallel num_threads(threads)
+    {
+        float *score = space + omp_get_thread_num() * space_needed(R, D, P, S);
+        float *attended = score + together * R * width;
+        number *mass = (number *)(attended + together * R * D);
+        const rows_of_pairs masses = {(const pair *)mass, 1, 0, width / 2};
+#pragma omp for schedule(static)
+        for (int64_t item = 0; item < G * K * blocks; item++) {
+            const int64_t prefix_head = item / blocks, k = prefix_head % K;
+            const int64_t end = (prefix_head / K + 1) * rows;
+            const int64_t first = end - rows + item % blocks * together;
+            const int64_t count = end - first < together ? end - first : together;
+            const int64_t place = (first * K + k) * R * D; /* of the first query */
+            const rows_of_pairs queries = {(const pair *)(query + place), R, D / 2, K * R * D / 2};
+
+            multiply(count * R, queries, D / 2, prefix_keys + prefix_head * (D / 2) * P16, P16, P16,
+                     score, width, 0);
+            for (int64_t n = 0; n < count; n++) {
+                const int64_t head = (first + n) * K + k;
+                pair *keys = own_keys + head * head_keys;
+                append(keys, own_values + head * head_values, (const pair *)(key + head * D),
+                       value + head * D, room, S - 1, D);
+                const rows_of_pairs of_row = {row_of(queries, n * R), R, D / 2, 0};
+                multiply(R, of_row, D / 2, keys, room, S16, score + n * R * width + P16, width, 0);
+            }
+
+            for (int64_t i = 0; i < count * R; i++) {
+                float *scores = score + i * width;
+                for (int64_t t = P; t < P16; t++)
+                    scores[t] = NEVER;
+                for (int64_t t = P16 + S; t < width; t++)
+                    scores[t] = NEVER;
+                scores[0] = masses_of(scores, mass + i * width, width, scale); /* the sum alone */
+            }
+
+            multiply(count * R, masses, P16 / 2, prefix_values + prefix_head * (P16 / 2) * D, D, D,
+                     attended, D, 0);
+            for (int64_t n = 0; n < count; n++) {
+                const number *values = own_values + ((first + n) * K + k) * head_values;
+                const rows_of_pairs own = {row_of(masses, n * R) + P16 / 2, 1, 0, width / 2};
+                multiply(R, own, (S + 1) / 2, (const pair *)values, D, D, attended + n * R * D, D, 1);
+            }
+
+            for (int64_t i = 0; i < count * R; i++) {
+                const __m512 total = _mm512_set1_ps(score[i * width]);
+                number *to = out + place + i / R * K * R * D + i % R * D;
+                for (int64_t d = 0; d < D; d += LANES)
+                    store_rounded(to + d, _mm512_div_ps(_mm512_loadu_ps(attended + i * D + d), total));
+            }
+        }
+    }
+}

@@ -1,0 +1,120 @@
+"""Logits less a guess of their largest: the same distribution, rounded more finely.
+
+Shapes: B rows, T tokens, C new tokens, V vocabulary.
+"""
+
+from collections.abc import Callable
+
+import pytest
+import torch
+import toys
+from torch import Tensor
+from transformers import PreTrainedModel
+
+from residual_ebm.models.decoding import UNTRUNCATED
+from residual_ebm.models.language_model import LanguageModel, TokenFeatures
+from residual_ebm.models.last_layer import ends_in_a_plain_layer, relative_logits
+
+# What is added to every logit: bfloat16 has steps of an eighth there.
+HIGH = 24.0
+
+
+def high_model() -> PreTrainedModel:
+    """In bfloat16, with logits that are all far from zero, as trained models often have them."""
+    model = toys.causal_model().bfloat16()
+    last = model.get_output_embeddings()
+    weight_VH = 0.3 * torch.randn(last.weight.shape, generator=torch.Generator().manual_seed(0))
+    weight_VH[:, 0] = 1.0
+    last.weight.data = weight_VH.bfloat16()
+
+    def lift(_layer: object, inputs: tuple[Tensor, ...]) -> tuple[Tensor]:
+        first_H = torch.zeros(weight_VH.shape[1], dtype=torch.bfloat16)
+        first_H[0] = HIGH
+        return (inputs[0] + first_H,)
+
+    last.register_forward_pre_hook(lift)
+    return model
+
+
+def exact_log_prob(model: PreTrainedModel, features: TokenFeatures, ids_BC: Tensor) -> Tensor:
+    """Of the very same states, by a last layer in float64."""
+    weight_VH = model.get_output_embeddings().weight.double()
+    logits_BCV = features.hidden_BCH.double() @ weight_VH.T
+    return logits_BCV.log_softmax(-1).gather(-1, ids_BC[..., None])[..., 0]
+
+
+def drawn(lm: LanguageModel) -> tuple[TokenFeatures, Tensor]:
+    decoded, features = lm.sample_chunk_with_features(
+        prefix_ids_GP=torch.tensor([toys.prompt_ids()]),
+        prefix_numbers=[0],
+        first_sample=0,
+        num_samples=64,
+        num_tokens=6,
+        seed=0,
+        truncation=UNTRUNCATED,
+        stop_at_end=False,
+    )
+    return features, decoded.ids_NC
+
+
+def scored(lm: LanguageModel) -> tuple[TokenFeatures, Tensor]:
+    ids_BT = torch.randint(0, 7, (64, 9), generator=torch.Generator().manual_seed(0))
+    return lm.features(ids_BT, 3), ids_BT[:, 3:]
+
+
+@pytest.mark.parametrize("ask", [drawn, scored])
+@torch.inference_mode()
+def test_log_probs_are_hardly_rounded_by_the_last_layer(
+    ask: Callable[[LanguageModel], tuple[TokenFeatures, Tensor]],
+) -> None:
+    model = high_model()
+    features, ids_BC = ask(LanguageModel(model, toys.word_tokenizer()))
+    logits = features.hidden_BCH.double() @ model.get_output_embeddings().weight.double().T
+    assert float(logits.amax(-1).median()) > HIGH
+    error_BC = (features.log_prob_BC.double() - exact_log_prob(model, features, ids_BC)).abs()
+    plain_BCV = (features.hidden_BCH @ model.get_output_embeddings().weight.T).float()
+    plain_BC = plain_BCV.log_softmax(-1).gather(-1, ids_BC[..., None])[..., 0].double()
+    plain_error_BC = (plain_BC - exact_log_prob(model, features, ids_BC)).abs()
+    assert float(plain_error_BC.mean()) > 0.01
+    assert float(error_BC.mean()) < float(plain_error_BC.mean()) / 4
+
+
+def test_states_of_the_trial_are_not_among_those_of_samples() -> None:
+    features, ids_BC = drawn(LanguageModel(toys.causal_model().bfloat16(), toys.word_tokenizer()))
+    assert features.hidden_BCH.shape[:2] == ids_BC.shape
+
+
+@torch.inference_mode()
+def test_within_rows_are_shifted_and_behind_it_the_model_is_as_it_was() -> None:
+    model = toys.causal_model().bfloat16()
+    ids_BT = torch.tensor([[3, 4, 5]])
+    before_BTV = model(ids_BT).logits
+    with relative_logits(model):
+        shift_BTV = (model(ids_BT).logits - before_BTV).float()
+        with pytest.raises(IndexError):
+            model(torch.tensor([[99]]))
+    assert float(shift_BTV.std(-1).max()) < 0.1 * float(shift_BTV.abs().mean())
+    assert torch.equal(model(ids_BT).logits, before_BTV)
+
+
+@pytest.mark.parametrize(
+    "model",
+    [
+        toys.causal_model(),  # float32: nothing to gain
+        toys.causal_model("gemma2", final_logit_softcapping=3.0).bfloat16(),
+        toys.causal_model("gptj").bfloat16(),  # a last layer with a bias
+    ],
+    ids=["float32", "capped", "biased"],
+)
+@torch.inference_mode()
+def test_other_models_are_left_alone(model: PreTrainedModel) -> None:
+    ids_BT = torch.tensor([[3, 4, 5]])
+    before_BTV = model(ids_BT).logits
+    with relative_logits(model):
+        assert torch.equal(model(ids_BT).logits, before_BTV)
+
+
+def test_models_that_scale_or_cap_their_logits_do_not_end_in_a_plain_layer() -> None:
+    assert ends_in_a_plain_layer(toys.causal_model())
+    assert not ends_in_a_plain_layer(toys.causal_model("gemma2", final_logit_softcapping=3.0))
+    assert not ends_in_a_plain_layer(toys.causal_model("gptj"))

@@ -1,0 +1,232 @@
+"""The kernel gives what attention written out in float32 gives, for every shape that it takes.
+
+Shapes: N rows, G prefixes, H heads, K heads of keys and values, D head size, P tokens of a prefix.
+"""
+
+from collections.abc import Sequence
+from typing import Any
+
+import pytest
+import torch
+import toys
+from torch import Tensor
+
+from residual_ebm.models import packed_attention, shared_prefix
+from residual_ebm.models.decoding import UNTRUNCATED
+from residual_ebm.models.language_model import LanguageModel
+from residual_ebm.models.packed_attention import PackedLayer, can_attend
+
+needs_kernel = pytest.mark.skipif(
+    packed_attention._kernel() is None, reason="no AVX-512 BF16 here, or no compiler"
+)
+Step = tuple[Tensor, Tensor, Tensor]  # query (N, H, 1, D), key and value (N, K, 1, D)
+
+
+def random(*shape: int, seed: int, scale: float = 1.0) -> Tensor:
+    draw = torch.Generator().manual_seed(seed)
+    return (scale * torch.randn(shape, generator=draw)).bfloat16()
+
+
+def steps_of(
+    num_steps: int, num_rows: int, kv_heads: int, repeats: int, size: int, sharp: float = 1.0
+) -> list[Step]:
+    return [
+        (
+            random(num_rows, kv_heads * repeats, 1, size, seed=10 * number, scale=sharp),
+            random(num_rows, kv_heads, 1, size, seed=10 * number + 1),
+            random(num_rows, kv_heads, 1, size, seed=10 * number + 2),
+        )
+        for number in range(1, 1 + num_steps)
+    ]
+
+
+def written_out(prefix: Sequence[Tensor], steps: Sequence[Step], scale: float) -> Tensor:
+    """Of the last step's token, (N, 1, H, D), float32."""
+    query = steps[-1][0].float()
+    repeats = query.shape[1] // prefix[0].shape[1]
+    key, value = (
+        torch.cat(
+            [
+                prefix[which].repeat_interleave(len(query) // len(prefix[which]), 0),
+                *(step[1 + which] for step in steps),
+            ],
+            dim=2,
+        )
+        .float()
+        .repeat_interleave(repeats, 1)
+        for which in (0, 1)
+    )
+    return (((query @ key.mT) * scale).softmax(-1) @ value).transpose(1, 2)
+
+
+def attended(prefix: Sequence[Tensor], steps: Sequence[Step], scale: float) -> list[Tensor]:
+    layer = PackedLayer(prefix[0], prefix[1], len(steps))
+    return [layer.attend(*step, scale) for step in steps]
+
+
+def prefix_of(num_prefixes: int, kv_heads: int, length: int, size: int) -> tuple[Tensor, Tensor]:
+    shape = (num_prefixes, kv_heads, length, size)
+    return random(*shape, seed=1), random(*shape, seed=2)
+
+
+@needs_kernel
+@pytest.mark.parametrize(
+    ("num_prefixes", "rows", "kv_heads", "repeats", "size", "length", "num_steps"),
+    [
+        (1, 50, 3, 3, 64, 120, 18),  # SmolLM2's heads; own tokens past the first sixteen
+        (3, 5, 2, 1, 16, 7, 34),  # a head for each query, as few numbers as may be
+        (2, 3, 1, 40, 32, 130, 3),  # one head of keys for more queries than go together
+        (1, 1, 4, 2, 128, 1, 2),
+        (2, 9, 1, 4, 80, 300, 3),
+        (5, 2, 2, 5, 48, 16, 17),  # nothing to pad
+    ],
+)
+@pytest.mark.parametrize("sharp", [0.0, 1.0, 20.0])
+def test_attention_is_that_of_float32(
+    num_prefixes: int,
+    rows: int,
+    kv_heads: int,
+    repeats: int,
+    size: int,
+    length: int,
+    num_steps: int,
+    sharp: float,
+) -> None:
+    prefix = prefix_of(num_prefixes, kv_heads, length, size)
+    steps = steps_of(num_steps, num_prefixes * rows, kv_heads, repeats, size, sharp)
+    scale = size**-0.5
+    for number, out in enumerate(attended(prefix, steps, scale), 1):
+        expected = written_out(prefix, steps[:number], scale)
+        assert out.shape == expected.shape
+        # Masses are rounded, and so is what comes out: 2^-9 of a number each.
+        torch.testing.assert_close(out.float(), expected, rtol=2**-7, atol=2**-7)
+        assert float((out.float() - expected).square().mean().sqrt()) < 2**-9
+
+
+@needs_kernel
+def test_rows_and_threads_beside_a_row_do_not_change_a_bit_of_it() -> None:
+    prefix = prefix_of(2, 2, 21, 32)
+    steps = steps_of(18, 2 * 11, 2, 3, 32)
+    whole = attended(prefix, steps, 0.2)
+    for row in (0, 10, 11, 21):
+        alone = [(q[row : row + 1], k[row : row + 1], v[row : row + 1]) for q, k, v in steps]
+        own = [states[row // 11 : row // 11 + 1] for states in prefix]
+        for out, expected in zip(attended(own, alone, 0.2), whole, strict=True):
+            assert torch.equal(out[0], expected[row])
+    before = torch.get_num_threads()
+    try:
+        torch.set_num_threads(3)
+        assert all(map(torch.equal, attended(prefix, steps, 0.2), whole))
+    finally:
+        torch.set_num_threads(before)
+
+
+@needs_kernel
+def test_rows_that_part_take_their_tokens_along() -> None:
+    prefix = prefix_of(1, 1, 9, 16)
+    early, late = steps_of(2, 2, 1, 2, 16), steps_of(3, 4, 1, 2, 16)[2:]
+    before_N = torch.tensor([1, 0, 0, 1])
+    layer = PackedLayer(*prefix, 3)
+    for step in early:
+        layer.attend(*step, 1.0)
+    layer.follow(before_N)
+    apart = [(q[before_N], k[before_N], v[before_N]) for q, k, v in early] + late
+    assert torch.equal(layer.attend(*late[0], 1.0), attended(prefix, apart, 1.0)[-1])
+
+
+@needs_kernel
+def test_what_is_no_number_is_not_hidden_and_stays_in_its_row() -> None:
+    prefix = prefix_of(1, 1, 5, 16)
+    steps = steps_of(2, 3, 1, 1, 16)
+    steps[1][0][1] = torch.nan
+    out = attended(prefix, steps, 1.0)[-1]
+    assert out[1].isnan().all()
+    assert out[[0, 2]].isfinite().all()
+
+
+@needs_kernel
+@pytest.mark.parametrize(
+    ("change", "taken"),
+    [
+        (lambda query: query, True),
+        (lambda query: query.float(), False),
+        (lambda query: query[..., :8], False),
+        (lambda query: query.to("meta"), False),
+    ],
+)
+def test_other_numbers_sizes_and_devices_are_left_to_torch(change: object, taken: bool) -> None:
+    assert can_attend(change(random(1, 1, 1, 16, seed=0))) is taken  # type: ignore[operator]
+
+
+@pytest.mark.parametrize("compiler", ["no-such-compiler", "false"])
+def test_without_a_compiler_that_works_there_is_no_kernel(
+    compiler: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("CC", compiler)
+    assert packed_attention._kernel.__wrapped__() is None
+
+
+def test_without_the_instructions_there_is_no_kernel(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(packed_attention, "processor_lists", lambda _feature: False)
+    assert packed_attention._kernel.__wrapped__() is None
+
+
+FAMILIES: dict[str, dict[str, Any]] = {
+    "llama": {"num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 16},
+    "gpt2": {"n_embd": 32},
+    "gpt_neox": {"hidden_size": 32},
+    "qwen3": {"num_attention_heads": 3, "num_key_value_heads": 1, "head_dim": 32},
+    "gemma3_text": {"head_dim": 16, "sliding_window": 32},
+}
+
+
+@pytest.fixture
+def used(monkeypatch: pytest.MonkeyPatch) -> list[int]:
+    """How many rows the kernel is given, call by call."""
+    rows: list[int] = []
+    attend = PackedLayer.attend
+
+    def watched(layer: PackedLayer, query: Tensor, *rest: object) -> Tensor:
+        rows.append(len(query))
+        return attend(layer, query, *rest)  # type: ignore[arg-type]
+
+    monkeypatch.setattr(PackedLayer, "attend", watched)
+    return rows
+
+
+@needs_kernel
+@pytest.mark.parametrize("model_type", FAMILIES)
+@pytest.mark.parametrize("num_prefixes", [1, 2])
+def test_every_family_draws_as_near_to_float32_as_in_torch(
+    model_type: str, num_prefixes: int, used: list[int], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    exact = LanguageModel(
+        toys.causal_model(model_type, **FAMILIES[model_type]), toys.word_tokenizer()
+    )
+    half = LanguageModel(
+        toys.causal_model(model_type, **FAMILIES[model_type]).bfloat16(), toys.word_tokenizer()
+    )
+    prefix_GP = torch.randint(0, 7, (num_prefixes, 5), generator=torch.Generator().manual_seed(3))
+
+    def errors() -> Tensor:
+        decoded = half.sample_chunk(
+            prefix_GP,
+            prefix_numbers=list(range(num_prefixes)),
+            first_sample=0,
+            num_samples=40,
+            num_tokens=20,
+            seed=0,
+            truncation=UNTRUNCATED,
+            stop_at_end=False,
+        )
+        ids_NT = torch.cat([prefix_GP.repeat_interleave(40, 0), decoded.ids_NC], dim=1)
+        return (decoded.log_prob_NC - exact.log_prob(ids_NT, 5)).abs()
+
+    by_kernel = errors()
+    assert len(used) >= 19  # a step and a layer each, after the first token
+    monkeypatch.setattr(shared_prefix, "can_attend", lambda _query: False)
+    used.clear()
+    in_torch = errors()
+    assert not used
+    assert by_kernel.median() < 1.5 * in_torch.median() + 0.002
+    assert by_kernel.mean() < 1.5 * in_torch.mean() + 0.01
