@@ -14,14 +14,15 @@ from transformers import PreTrainedModel
 from residual_ebm.models.decoding import UNTRUNCATED
 from residual_ebm.models.language_model import LanguageModel, TokenFeatures
 from residual_ebm.models.last_layer import ends_in_a_plain_layer, relative_logits
+from residual_ebm.models.ralm import RalmForCausalLM
 
 # What is added to every logit: bfloat16 has steps of an eighth there.
 HIGH = 24.0
 
 
-def high_model() -> PreTrainedModel:
+def high_model(vocabulary: int) -> PreTrainedModel:
     """In bfloat16, with logits that are all far from zero, as trained models often have them."""
-    model = toys.causal_model().bfloat16()
+    model = toys.causal_model(vocab_size=vocabulary).bfloat16()
     last = model.get_output_embeddings()
     weight_VH = 0.3 * torch.randn(last.weight.shape, generator=torch.Generator().manual_seed(0))
     weight_VH[:, 0] = 1.0
@@ -63,11 +64,12 @@ def scored(lm: LanguageModel) -> tuple[TokenFeatures, Tensor]:
 
 
 @pytest.mark.parametrize("ask", [drawn, scored])
+@pytest.mark.parametrize("vocabulary", [7, 1000])  # every token is asked, or some
 @torch.inference_mode()
 def test_log_probs_are_hardly_rounded_by_the_last_layer(
-    ask: Callable[[LanguageModel], tuple[TokenFeatures, Tensor]],
+    ask: Callable[[LanguageModel], tuple[TokenFeatures, Tensor]], vocabulary: int
 ) -> None:
-    model = high_model()
+    model = high_model(vocabulary)
     features, ids_BC = ask(LanguageModel(model, toys.word_tokenizer()))
     logits = features.hidden_BCH.double() @ model.get_output_embeddings().weight.double().T
     assert float(logits.amax(-1).median()) > HIGH
@@ -91,8 +93,12 @@ def test_within_rows_are_shifted_and_behind_it_the_model_is_as_it_was() -> None:
     before_BTV = model(ids_BT).logits
     with relative_logits(model):
         shift_BTV = (model(ids_BT).logits - before_BTV).float()
-        with pytest.raises(IndexError):
-            model(torch.tensor([[99]]))
+        with relative_logits(model):  # within itself
+            assert torch.equal((model(ids_BT).logits - before_BTV).float(), shift_BTV)
+        assert torch.equal((model(ids_BT).logits - before_BTV).float(), shift_BTV)
+    assert torch.equal(model(ids_BT).logits, before_BTV)
+    with pytest.raises(IndexError), relative_logits(model):
+        model(torch.tensor([[99]]))
     assert float(shift_BTV.std(-1).max()) < 0.1 * float(shift_BTV.abs().mean())
     assert torch.equal(model(ids_BT).logits, before_BTV)
 
@@ -112,6 +118,42 @@ def test_other_models_are_left_alone(model: PreTrainedModel) -> None:
     before_BTV = model(ids_BT).logits
     with relative_logits(model):
         assert torch.equal(model(ids_BT).logits, before_BTV)
+
+
+def test_a_layer_that_somebody_else_has_taken_over_is_left_alone() -> None:
+    model = toys.causal_model().bfloat16()
+    last = model.get_output_embeddings()
+    theirs = last.forward = lambda hidden: hidden.new_zeros(*hidden.shape[:-1], 7)
+    with relative_logits(model):
+        assert last.forward is theirs
+    assert last.forward is theirs
+
+
+def test_both_factors_of_a_ralm_are_relative() -> None:
+    base, residual = (toys.causal_model(seed=seed).bfloat16() for seed in (0, 1))
+    ralm = RalmForCausalLM.of(base, residual).eval()
+    ids_BT = torch.tensor([[3, 4, 5]])
+    with torch.inference_mode():
+        before_BTV = ralm(ids_BT).logits.log_softmax(-1)
+        with relative_logits(ralm):
+            assert all("forward" in vars(part.get_output_embeddings()) for part in ralm.parts)
+            within_BTV = ralm(ids_BT).logits.log_softmax(-1)
+    torch.testing.assert_close(within_BTV, before_BTV, atol=1.0, rtol=0.02)
+    assert not any("forward" in vars(part.get_output_embeddings()) for part in ralm.parts)
+
+
+class _OtherProduct(torch.nn.Linear):
+    def forward(self, input: Tensor) -> Tensor:
+        return 2 * super().forward(input)
+
+
+def test_a_last_layer_with_a_product_of_its_own_is_not_plain() -> None:
+    model = toys.causal_model()
+    before = model.get_output_embeddings()
+    other = _OtherProduct(before.in_features, before.out_features, bias=False)
+    other.weight = before.weight
+    model.set_output_embeddings(other)
+    assert not ends_in_a_plain_layer(model)
 
 
 def test_models_that_scale_or_cap_their_logits_do_not_end_in_a_plain_layer() -> None:

@@ -3,7 +3,8 @@
 Shapes: N rows, G prefixes, H heads, K heads of keys and values, D head size, P tokens of a prefix.
 """
 
-from collections.abc import Sequence
+import tempfile
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import pytest
@@ -11,15 +12,27 @@ import torch
 import toys
 from torch import Tensor
 
-from residual_ebm.models import packed_attention, shared_prefix
+from residual_ebm.models import compiled, packed_attention, shared_prefix
 from residual_ebm.models.decoding import UNTRUNCATED
 from residual_ebm.models.language_model import LanguageModel
-from residual_ebm.models.packed_attention import PackedLayer, can_attend
+from residual_ebm.models.packed_attention import PackedLayer, attend_causal, can_attend
 
-needs_kernel = pytest.mark.skipif(
-    packed_attention._kernel() is None, reason="no AVX-512 BF16 here, or no compiler"
-)
+needs_kernel = pytest.mark.usefixtures("kernel")
 Step = tuple[Tensor, Tensor, Tensor]  # query (N, H, 1, D), key and value (N, K, 1, D)
+
+
+@pytest.fixture
+def kernel() -> None:
+    if packed_attention._kernel() is None:
+        pytest.skip("no AVX-512 BF16 here, or no compiler")
+
+
+@pytest.fixture
+def new_memory_is_no_number() -> Iterator[None]:
+    torch.use_deterministic_algorithms(True)
+    assert torch.empty(1).isnan()
+    yield
+    torch.use_deterministic_algorithms(False)
 
 
 def random(*shape: int, seed: int, scale: float = 1.0) -> Tensor:
@@ -38,6 +51,9 @@ def steps_of(
         )
         for number in range(1, 1 + num_steps)
     ]
+
+
+SMALL = steps_of(1, 4, 1, 2, 16)[0]
 
 
 def written_out(prefix: Sequence[Tensor], steps: Sequence[Step], scale: float) -> Tensor:
@@ -82,6 +98,7 @@ def prefix_of(num_prefixes: int, kv_heads: int, length: int, size: int) -> tuple
     ],
 )
 @pytest.mark.parametrize("sharp", [0.0, 1.0, 20.0])
+@pytest.mark.usefixtures("new_memory_is_no_number")
 def test_attention_is_that_of_float32(
     num_prefixes: int,
     rows: int,
@@ -104,6 +121,44 @@ def test_attention_is_that_of_float32(
 
 
 @needs_kernel
+@pytest.mark.parametrize(
+    ("num_rows", "kv_heads", "repeats", "size", "length"),
+    [
+        (3, 3, 3, 64, 120),
+        (1, 2, 1, 16, 1),
+        (2, 1, 40, 32, 33),
+        (4, 2, 2, 128, 16),
+        (2, 1, 5, 80, 9),
+    ],
+)
+@pytest.mark.parametrize("sharp", [0.0, 1.0, 20.0])
+@pytest.mark.usefixtures("new_memory_is_no_number")
+def test_causal_attention_is_that_of_float32(
+    num_rows: int, kv_heads: int, repeats: int, size: int, length: int, sharp: float
+) -> None:
+    # As a projection leaves them: token by token in memory, head by head to the eye.
+    query = random(num_rows, length, kv_heads * repeats, size, seed=0, scale=sharp).transpose(1, 2)
+    key, value = (
+        random(num_rows, length, kv_heads, size, seed=seed).transpose(1, 2) for seed in (1, 2)
+    )
+    score = query.float() @ key.float().repeat_interleave(repeats, 1).mT * size**-0.5
+    future = torch.ones(length, length, dtype=torch.bool).triu(1)
+    mass = score.masked_fill(future, -torch.inf).softmax(-1)
+    expected = (mass @ value.float().repeat_interleave(repeats, 1)).transpose(1, 2)
+    out = attend_causal(query, key, value, size**-0.5)
+    torch.testing.assert_close(out.float(), expected, rtol=2**-7, atol=2**-7)
+    assert float((out.float() - expected).square().mean().sqrt()) < 2**-9
+    assert torch.equal(attend_causal(query[:1], key[:1], value[:1], size**-0.5), out[:1])
+
+
+@needs_kernel
+def test_rows_whose_keys_are_of_other_tokens_are_refused() -> None:
+    query, key, value = (random(1, 2, 5, 16, seed=seed) for seed in range(3))
+    with pytest.raises(AssertionError):
+        attend_causal(query, key[:, :, :4], value[:, :, :4], 1.0)
+
+
+@needs_kernel
 def test_rows_and_threads_beside_a_row_do_not_change_a_bit_of_it() -> None:
     prefix = prefix_of(2, 2, 21, 32)
     steps = steps_of(18, 2 * 11, 2, 3, 32)
@@ -122,9 +177,11 @@ def test_rows_and_threads_beside_a_row_do_not_change_a_bit_of_it() -> None:
 
 
 @needs_kernel
-def test_rows_that_part_take_their_tokens_along() -> None:
+@pytest.mark.parametrize("num_early", [1, 2])
+@pytest.mark.usefixtures("new_memory_is_no_number")
+def test_rows_that_part_take_their_tokens_along(num_early: int) -> None:
     prefix = prefix_of(1, 1, 9, 16)
-    early, late = steps_of(2, 2, 1, 2, 16), steps_of(3, 4, 1, 2, 16)[2:]
+    early, late = steps_of(num_early, 2, 1, 2, 16), steps_of(3, 4, 1, 2, 16)[2:]
     before_N = torch.tensor([1, 0, 0, 1])
     layer = PackedLayer(*prefix, 3)
     for step in early:
@@ -146,6 +203,47 @@ def test_what_is_no_number_is_not_hidden_and_stays_in_its_row() -> None:
 
 @needs_kernel
 @pytest.mark.parametrize(
+    "step",
+    [
+        steps_of(1, 3, 1, 2, 16)[0],  # three rows of two prefixes
+        steps_of(1, 4, 2, 1, 16)[0],  # keys that were repeated for their heads
+        steps_of(1, 4, 1, 2, 32)[0],
+        tuple(states[..., :8] if number == 2 else states for number, states in enumerate(SMALL)),
+        tuple(states.float() if number == 1 else states for number, states in enumerate(SMALL)),
+        tuple(states.expand(-1, -1, 2, -1) for states in SMALL),
+    ],
+    ids=["rows", "repeated", "size", "narrow values", "float32", "two tokens"],
+)
+def test_what_does_not_fit_is_refused_before_memory_is_touched(step: Step) -> None:
+    layer = PackedLayer(*prefix_of(2, 1, 5, 16), 3)
+    with pytest.raises(AssertionError):
+        layer.attend(*step, 1.0)
+
+
+@needs_kernel
+def test_more_tokens_or_other_rows_than_there_is_room_for_are_refused() -> None:
+    layer = PackedLayer(*prefix_of(1, 1, 5, 16), 2)
+    layer.attend(*SMALL, 1.0)
+    with pytest.raises(AssertionError):
+        layer.attend(*steps_of(1, 8, 1, 2, 16)[0], 1.0)
+    layer.attend(*SMALL, 1.0)
+    with pytest.raises(AssertionError):
+        layer.attend(*SMALL, 1.0)
+
+
+@needs_kernel
+def test_the_default_type_of_numbers_does_not_matter() -> None:
+    prefix, steps = prefix_of(1, 1, 5, 16), steps_of(2, 3, 1, 1, 16)
+    expected = attended(prefix, steps, 1.0)
+    torch.set_default_dtype(torch.bfloat16)
+    try:
+        assert all(map(torch.equal, attended(prefix, steps, 1.0), expected))
+    finally:
+        torch.set_default_dtype(torch.float32)
+
+
+@needs_kernel
+@pytest.mark.parametrize(
     ("change", "taken"),
     [
         (lambda query: query, True),
@@ -158,12 +256,46 @@ def test_other_numbers_sizes_and_devices_are_left_to_torch(change: object, taken
     assert can_attend(change(random(1, 1, 1, 16, seed=0))) is taken  # type: ignore[operator]
 
 
-@pytest.mark.parametrize("compiler", ["no-such-compiler", "false"])
-def test_without_a_compiler_that_works_there_is_no_kernel(
+@pytest.mark.parametrize("compiler", ["", "gcc", "gcc -g0 -pipe"])
+@needs_kernel
+def test_the_compiler_may_be_named_with_arguments(
     compiler: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("CC", compiler)
+    assert packed_attention._kernel.__wrapped__() is not None
+
+
+def test_without_a_compiler_there_is_no_kernel_and_nothing_to_tell(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setenv("CC", "no-such-compiler")
     assert packed_attention._kernel.__wrapped__() is None
+    assert not caplog.records
+
+
+@needs_kernel
+@pytest.mark.parametrize(
+    ("compiler", "reason"),
+    [("false", "exit status 1"), ("gcc --no-such-option", "no-such-option")],
+)
+def test_a_build_that_fails_is_told(
+    compiler: str, reason: str, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setenv("CC", compiler)
+    assert packed_attention._kernel.__wrapped__() is None
+    assert reason in caplog.text
+
+
+@needs_kernel
+def test_no_room_for_the_build_is_told(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    def no_folder(**_options: object) -> None:
+        raise OSError("no space left")
+
+    monkeypatch.setattr(tempfile, "TemporaryDirectory", no_folder)
+    assert packed_attention._kernel.__wrapped__() is None
+    assert "no space left" in caplog.text
 
 
 def test_without_the_instructions_there_is_no_kernel(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -195,6 +327,40 @@ def used(monkeypatch: pytest.MonkeyPatch) -> list[int]:
 
 
 @needs_kernel
+def test_compiled_layers_give_the_kernel_what_plain_ones_do(
+    used: list[int], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Rows by the hundred, whose queries a compiled layer hands over in strides of its own."""
+    sizes: dict[str, Any] = {"num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 16}
+    lm = LanguageModel(
+        toys.causal_model("llama", hidden_size=512, **sizes).bfloat16(), toys.word_tokenizer()
+    )
+    given_1C = torch.randint(0, 7, (1, 6), generator=torch.Generator().manual_seed(5))
+
+    def log_probs() -> Tensor:
+        decoded = lm.sample_chunk(
+            torch.randint(0, 7, (300, 5), generator=torch.Generator().manual_seed(4)),
+            prefix_numbers=list(range(300)),
+            first_sample=0,
+            num_samples=1,
+            num_tokens=6,
+            seed=0,
+            truncation=UNTRUNCATED,
+            stop_at_end=False,
+            given_ids_GC=given_1C.expand(300, -1),
+        )
+        return decoded.log_prob_NC[::2]  # of what is given, so that both read the same tokens
+
+    fused = log_probs()
+    assert used[-1] == 600
+    monkeypatch.setattr(compiled, "_pays", lambda *_: False)
+    plain = log_probs()
+    assert not compiled._broken
+    assert float((fused - plain).abs().median()) < 0.05
+    assert float(plain.std()) > 1
+
+
+@needs_kernel
 @pytest.mark.parametrize("model_type", FAMILIES)
 @pytest.mark.parametrize("num_prefixes", [1, 2])
 def test_every_family_draws_as_near_to_float32_as_in_torch(
@@ -222,8 +388,11 @@ def test_every_family_draws_as_near_to_float32_as_in_torch(
         ids_NT = torch.cat([prefix_GP.repeat_interleave(40, 0), decoded.ids_NC], dim=1)
         return (decoded.log_prob_NC - exact.log_prob(ids_NT, 5)).abs()
 
+    half.log_prob(torch.zeros(1, 9, dtype=torch.int64), 5)  # has tried what it allows
+    used.clear()
     by_kernel = errors()
-    assert len(used) >= 19  # a step and a layer each, after the first token
+    assert len(used) == 2 * 19  # layers, and tokens after the first
+    assert used[-1] == num_prefixes * 40
     monkeypatch.setattr(shared_prefix, "can_attend", lambda _query: False)
     used.clear()
     in_torch = errors()

@@ -3,6 +3,8 @@
 Shapes: N rows, T tokens, P tokens of a prefix, V vocabulary.
 """
 
+from collections.abc import Callable
+
 import pytest
 import torch
 import toys
@@ -143,7 +145,8 @@ def test_keys_are_repeated_for_heads_only_where_that_is_quicker(
 
 
 @pytest.mark.parametrize("name", ["softcap", "s_aux", "position_bias"])
-def test_scores_that_are_changed_are_refused(name: str) -> None:
+@pytest.mark.parametrize("attend", [shared_prefix._attend, shared_prefix._attend_causal])
+def test_scores_that_are_changed_are_refused(name: str, attend: Callable[..., object]) -> None:
     states = torch.ones(1, 1, 1, 4)
     with pytest.raises(ValueError, match=name):
-        shared_prefix._attend(torch.nn.Identity(), states, states, states, None, **{name: 1.0})
+        attend(torch.nn.Identity(), states, states, states, None, **{name: 1.0})

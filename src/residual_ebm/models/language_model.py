@@ -22,7 +22,7 @@ from residual_ebm.errors import UserError
 from residual_ebm.files.storage import fingerprint
 from residual_ebm.models.decoding import Decoded, Truncation, decode
 from residual_ebm.models.device import DTYPES, resolve_device, resolve_precision
-from residual_ebm.models.last_layer import ends_in_a_plain_layer, relative_logits
+from residual_ebm.models.last_layer import relative_logits
 from residual_ebm.models.layer_states import states_captured
 from residual_ebm.models.loading import context_length, load_pretrained, load_tokenizer
 from residual_ebm.models.prefix_steps import can_share_prefix, way_of
@@ -156,7 +156,7 @@ class LanguageModel:
         ids_BL = ids_BT[:, :-1].to(self.device)
         # Autocast off: HeaT trains inside it, and P_LM must be the same there as everywhere else.
         capture = states_captured(self.model, captured, layers)
-        rounding = relative_logits(self.model)  # first, for it may try the model too
+        rounding = relative_logits(self.model)  # before the capture, for it may try the model too
         with rounding, capture, torch.autocast(self.device.type, enabled=False):
             if shares:
                 logits = forward_after_prefix(self.model, ids_BL, prefix_length)
@@ -253,6 +253,7 @@ class LanguageModel:
             given_GJC = torch.full((len(given_ids_GC), 1 + num_samples, num_tokens), -1)
             given_GJC[:, 0] = given_ids_GC
             given_NC = given_GJC.flatten(0, 1).to(self.device)
+        way_of(self.model, prefix_ids_GP.shape[1] + num_tokens)  # tried with logits as they are
         with relative_logits(self.model):
             return decode(
                 self.model,
@@ -274,8 +275,7 @@ class LanguageModel:
         hidden: list[Tensor] = []
         # Tried before, or the states of the trials would be among those wanted.
         way_of(self.model, arguments["prefix_ids_GP"].shape[1] + arguments["num_tokens"])
-        ends_in_a_plain_layer(self.model)
-        with states_captured(self.model, hidden, layers):
+        with relative_logits(self.model), states_captured(self.model, hidden, layers):
             decoded = self.sample_chunk(**arguments)
         num_tokens = decoded.ids_NC.shape[1]
         # Many prefixes are read in several passes, before the first step.

@@ -1,13 +1,13 @@
 """The layer that gives a language model's logits, and logits that are rounded where they are small.
 
-Half precision keeps 8 bits of a number: a logit of 20 is rounded to an eighth. Over a continuation
-of 40 tokens that was half of the variance by which SmolLM2-135M, drawing in bfloat16, disagreed
+bfloat16 keeps 8 bits of a number: a logit of 20 is rounded to an eighth. Over a continuation of 40
+tokens that was nearly half of the variance by which SmolLM2-135M, drawing in bfloat16, disagreed
 with itself scoring. A distribution does not change when a number is taken from all of a row's
 logits, and a product's sum is float32 until it is stored. So what is stored is
 
     h . w_v - guess,    guess = max of h . w_u over a few hundred tokens u,
 
-which is small wherever there is mass: the variance of this rounding falls to a twentieth.
+which is smaller where there is mass: the variance of this rounding falls to a twentieth.
 
 Shapes: R rows, H hidden size, V vocabulary, U tokens that are asked for a guess.
 """
@@ -23,15 +23,23 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel
 
 from residual_ebm.models.at_rest import at_rest
+from residual_ebm.models.ralm import RalmForCausalLM
 
 _ASKED = 256  # tokens, spread over the vocabulary
 _known: WeakKeyDictionary[PreTrainedModel, bool] = WeakKeyDictionary()
 
 
+def factors_of(model: PreTrainedModel) -> tuple[PreTrainedModel, ...]:
+    """The language models whose logits are added: two of a RALM, any other one by itself."""
+    return model.parts if isinstance(model, RalmForCausalLM) else (model,)
+
+
 def ends_in_a_plain_layer(model: PreTrainedModel) -> bool:
     """Whether logits are a product of states and weights and nothing else."""
     last = model.get_output_embeddings()
-    return isinstance(last, nn.Linear) and last.bias is None and _plain_logits(model)
+    # Not a subclass that multiplies in its own way, as quantised layers do.
+    plain = isinstance(last, nn.Linear) and type(last).forward is nn.Linear.forward
+    return plain and last.bias is None and _plain_logits(model)
 
 
 def _plain_logits(model: PreTrainedModel) -> bool:
@@ -52,22 +60,32 @@ def _plain_logits(model: PreTrainedModel) -> bool:
                 logits = model(ids_1T, use_cache=False).logits
         finally:
             handle.remove()
-        _known[model] = len(left) == 1 and torch.equal(logits.float(), left[0].float())
+        whole = len(model.get_output_embeddings().weight)  # of a layer that no other process shares
+        _known[model] = (
+            len(left) == 1
+            and left[0].shape[-1] == whole
+            and torch.equal(logits.float(), left[0].float())
+        )
     return _known[model]
 
 
 @contextmanager
 def relative_logits(model: PreTrainedModel) -> Iterator[None]:
     """Within, a model in half precision gives each row's logits less a guess of their largest."""
-    if model.dtype.itemsize >= 4 or not ends_in_a_plain_layer(model):
-        yield
-        return
-    last = model.get_output_embeddings()
-    last.forward = partial(_less_a_guess, last.weight)
+    layers = [
+        factor.get_output_embeddings()
+        for factor in factors_of(model)
+        if factor.dtype.itemsize < 4 and ends_in_a_plain_layer(factor)
+    ]
+    # One that somebody else has taken over already is left alone.
+    ours = [layer for layer in layers if "forward" not in vars(layer)]
+    for layer in ours:
+        layer.forward = partial(_less_a_guess, layer.weight)
     try:
         yield
     finally:
-        del last.forward
+        for layer in ours:
+            del layer.forward
 
 
 def _less_a_guess(weight_VH: Tensor, hidden: Tensor) -> Tensor:
@@ -75,4 +93,4 @@ def _less_a_guess(weight_VH: Tensor, hidden: Tensor) -> Tensor:
     asked_UH = weight_VH[:: max(1, len(weight_VH) // _ASKED)]
     guess_R1 = (hidden_RH @ asked_UH.T).amax(-1, keepdim=True)
     logits_RV = torch.addmm(-guess_R1, hidden_RH, weight_VH.T)
-    return logits_RV.view(*hidden.shape[:-1], -1)
+    return logits_RV.unflatten(0, hidden.shape[:-1])

@@ -1,10 +1,11 @@
-/* Attention of one new token a row to a prefix that rows share and to each row's own tokens, in
-   bfloat16 with sums in float32, for processors that multiply pairs of bfloat16 (AVX-512 BF16).
+/* Causal attention of whole rows, and of one new token a row to a prefix that rows share and to
+   each row's own tokens, in bfloat16 with sums in float32, for processors that multiply pairs of
+   bfloat16 (AVX-512 BF16).
 
    Shapes: N rows, G prefixes, K heads of keys and values, R queries of each, D numbers a head, P
-   tokens of a prefix, S own tokens of a row, the newest among them. Numbers are packed in pairs, one
-   pair to 32 bits: keys (D / 2, tokens), so that a row of memory holds 16 tokens or more, values
-   (tokens / 2, D). Tokens are padded to a multiple of 16. */
+   tokens of a prefix, S own tokens of a row, the newest among them, L tokens of a whole row.
+   Numbers are packed in pairs, one pair to 32 bits: keys (D / 2, tokens), so that a row of memory
+   holds 16 tokens or more, values (tokens / 2, D). Tokens are padded to a multiple of 16. */
 
 #include <immintrin.h>
 #include <omp.h>
@@ -13,7 +14,7 @@
 #define INLINE static inline __attribute__((always_inline))
 #define LANES 16
 #define PADDED(tokens) (((tokens) + LANES - 1) / LANES * LANES)
-#define NEVER -1e30f /* a score whose exponential is zero */
+#define NEVER -1e30f /* a score whose exponential is next to nothing */
 
 typedef uint16_t number; /* a bfloat16 */
 typedef uint32_t pair;
@@ -78,9 +79,10 @@ static void multiply(int64_t num_rows, rows_of_pairs rows, int64_t pairs, const 
         multiply_rows(1, rows, done, pairs, right, right_row, width, out, out_row, add);
 }
 
-/* For x <= 0, to a few units in the last place; what is no number stays none. */
+/* For x <= 0, to a few units in the last place, and 1e-38 at least: smaller numbers are slow on
+   some processors. What is no number stays none. */
 INLINE __m512 exponential(__m512 x) {
-    x = _mm512_max_ps(_mm512_set1_ps(-100.0f), x);
+    x = _mm512_max_ps(_mm512_set1_ps(-87.0f), x);
     __m512 power = _mm512_roundscale_ps(_mm512_mul_ps(x, _mm512_set1_ps(1.44269504f)), 0);
     __m512 rest = _mm512_fnmadd_ps(power, _mm512_set1_ps(0.693145752f), x); /* ln 2, in two parts */
     rest = _mm512_fnmadd_ps(power, _mm512_set1_ps(1.42860677e-6f), rest);
@@ -113,34 +115,57 @@ INLINE float masses_of(const float *score, number *mass, int64_t width, float sc
     return _mm512_reduce_add_ps(total);
 }
 
-INLINE void append(pair *keys, number *values, const pair *key, const number *value, int64_t room,
+/* The first of two tokens makes its pair's other half zero, so that nothing else ever has to be. */
+INLINE void append(pair *keys, pair *values, const pair *key, const number *value, int64_t room,
                    int64_t newest, int64_t D) {
     for (int64_t p = 0; p < D / 2; p++)
         keys[p * room + newest] = key[p];
-    number *half = values + newest / 2 * 2 * D + newest % 2;
-    for (int64_t d = 0; d < D; d++)
-        half[2 * d] = value[d];
+    values += newest / 2 * D;
+    if (newest % 2 == 0)
+        for (int64_t d = 0; d < D; d++)
+            values[d] = value[d];
+    else
+        for (int64_t d = 0; d < D; d++)
+            values[d] |= (pair)value[d] << 16;
 }
 
-/* How many rows of a prefix go together; about 24 queries, whose scores stay in the cache. */
-static int64_t rows_together(int64_t R) { return R < 24 ? 24 / R : 1; }
+/* Where each query's outcome goes: R heads side by side, then the same `row` further. */
+INLINE void store_attended(int64_t count, const float *attended, const float *total,
+                           int64_t total_row, number *out, int64_t R, int64_t row, int64_t D) {
+    for (int64_t i = 0; i < count; i++) {
+        const __m512 sum = _mm512_set1_ps(total[i * total_row]);
+        number *to = out + i / R * row + i % R * D;
+        for (int64_t d = 0; d < D; d += LANES)
+            store_rounded(to + d, _mm512_div_ps(_mm512_loadu_ps(attended + i * D + d), sum));
+    }
+}
 
-/* Floats that each thread needs in `space`. */
+/* How many rows, or tokens of one, go together: 24 queries or so, whose scores stay in cache. */
+static int64_t together_of(int64_t R) { return R < 24 ? 24 / R : 1; }
+
+/* Floats that each thread needs in `space` for scores, masses and outcomes of `width` tokens. */
+static int64_t space_of_queries(int64_t R, int64_t D, int64_t width) {
+    return PADDED(together_of(R) * R * (width + width / 2 + D));
+}
+
 int64_t space_needed(int64_t R, int64_t D, int64_t P, int64_t S) {
-    int64_t width = PADDED(P) + PADDED(S);
-    return PADDED(rows_together(R) * R * (width + width / 2 + D));
+    return space_of_queries(R, D, PADDED(P) + PADDED(S));
+}
+
+int64_t causal_space_needed(int64_t R, int64_t D, int64_t L) {
+    return PADDED(L) * D + space_of_queries(R, D, PADDED(L));
 }
 
 /* query and out (N, K, R, D), key and value (N, K, D) of the newest token; own tokens have room for
-   `room`, a multiple of 16, and what has not come yet is zero. */
+   `room`, a multiple of 16. */
 void attend(const number *query, const number *key, const number *value, pair *own_keys,
-            number *own_values, const pair *prefix_keys, const pair *prefix_values, number *out,
+            pair *own_values, const pair *prefix_keys, const pair *prefix_values, number *out,
             float *space, int64_t N, int64_t G, int64_t K, int64_t R, int64_t D, int64_t P,
             int64_t room, int64_t S, float scale, int32_t threads) {
     const int64_t P16 = PADDED(P), S16 = PADDED(S), width = P16 + S16;
-    const int64_t rows = N / G, together = rows_together(R);
+    const int64_t rows = N / G, together = together_of(R);
     const int64_t blocks = (rows + together - 1) / together;
-    const int64_t head_keys = D / 2 * room, head_values = room * D; /* of one row */
+    const int64_t head_keys = D / 2 * room, head_values = room / 2 * D; /* of one row */
 #pragma omp parallel num_threads(threads)
     {
         float *score = space + omp_get_thread_num() * space_needed(R, D, P, S);
@@ -179,16 +204,53 @@ void attend(const number *query, const number *key, const number *value, pair *o
             multiply(count * R, masses, P16 / 2, prefix_values + prefix_head * (P16 / 2) * D, D, D,
                      attended, D, 0);
             for (int64_t n = 0; n < count; n++) {
-                const number *values = own_values + ((first + n) * K + k) * head_values;
+                const pair *values = own_values + ((first + n) * K + k) * head_values;
                 const rows_of_pairs own = {row_of(masses, n * R) + P16 / 2, 1, 0, width / 2};
-                multiply(R, own, (S + 1) / 2, (const pair *)values, D, D, attended + n * R * D, D, 1);
+                multiply(R, own, (S + 1) / 2, values, D, D, attended + n * R * D, D, 1);
             }
 
-            for (int64_t i = 0; i < count * R; i++) {
-                const __m512 total = _mm512_set1_ps(score[i * width]);
-                number *to = out + place + i / R * K * R * D + i % R * D;
-                for (int64_t d = 0; d < D; d += LANES)
-                    store_rounded(to + d, _mm512_div_ps(_mm512_loadu_ps(attended + i * D + d), total));
+            store_attended(count * R, attended, score, width, out + place, R, K * R * D, D);
+        }
+    }
+}
+
+/* query and out (N, L, K, R, D), key and value (N, L, K, D); no token sees a later one. */
+void attend_causal(const number *query, const number *key, const number *value, number *out,
+                   float *space, int64_t N, int64_t L, int64_t K, int64_t R, int64_t D, float scale,
+                   int32_t threads) {
+    const int64_t L16 = PADDED(L), together = together_of(R), row = K * R * D;
+#pragma omp parallel num_threads(threads)
+    {
+        pair *keys = (pair *)space + omp_get_thread_num() * causal_space_needed(R, D, L);
+        pair *values = keys + D / 2 * L16;
+        float *score = (float *)(values + L16 / 2 * D);
+        float *attended = score + together * R * L16;
+        number *mass = (number *)(attended + together * R * D);
+#pragma omp for schedule(static)
+        for (int64_t item = 0; item < N * K; item++) {
+            const int64_t n = item / K, k = item % K;
+            for (int64_t t = 0; t < L; t++) {
+                const int64_t place = ((n * L + t) * K + k) * D;
+                append(keys, values, (const pair *)(key + place), value + place, L16, t, D);
+            }
+            /* Masses of padding are next to nothing, but times what is no number they are none. */
+            for (int64_t v = (L + 1) / 2 * D; v < L16 / 2 * D; v++)
+                values[v] = 0;
+            for (int64_t first = 0; first < L; first += together) {
+                const int64_t count = L - first < together ? L - first : together;
+                const int64_t width = PADDED(first + count);
+                const int64_t place = ((n * L + first) * K + k) * R * D;
+                const rows_of_pairs queries = {(const pair *)(query + place), R, D / 2, row / 2};
+                const rows_of_pairs masses = {(const pair *)mass, 1, 0, width / 2};
+                multiply(count * R, queries, D / 2, keys, L16, width, score, width, 0);
+                for (int64_t i = 0; i < count * R; i++) {
+                    float *scores = score + i * width;
+                    for (int64_t t = first + i / R + 1; t < width; t++)
+                        scores[t] = NEVER;
+                    scores[0] = masses_of(scores, mass + i * width, width, scale);
+                }
+                multiply(count * R, masses, width / 2, values, D, D, attended, D, 0);
+                store_attended(count * R, attended, score, width, out + place, R, row, D);
             }
         }
     }

@@ -1,19 +1,23 @@
-"""Attention of one new token a row, in a kernel of our own where the processor can.
+"""Attention in bfloat16 by kernels of our own, where the processor has the instructions.
 
 Drawing asks for it at every step: many rows with one query for each head meet a prefix they share,
 and each its own few tokens. Torch's fused attention takes the first for itself and a compiled loop
 the second, and both spend their time around the products. `packed_attention.c` does both at once
-with scores that never leave the processor's cache. It is built when it is first needed, in a
-second, and used where that succeeds: AVX-512 BF16, Linux, a C compiler. Elsewhere `shared_prefix`
-computes the same in torch.
+with scores that never leave the processor's cache; and so it does for prefixes, which are read
+whole. It is built when it is first needed, in a second, and used where that succeeds: AVX-512 BF16,
+Linux, a C compiler. Elsewhere `shared_prefix` computes the same in torch. Its threads are torch's
+own where both have one OpenMP library, as gcc and the packages of PyPI do; others would wait beside
+each other, which costs time and nothing else.
 
 Shapes: N rows, G prefixes, H heads, K heads of keys and values, R = H / K, D head size, P tokens of
-a prefix, S own tokens of a row so far.
+a prefix, S own tokens of a row so far, L tokens of a whole row.
 """
 
 import ctypes
 import functools
+import logging
 import os
+import shlex
 import shutil
 import subprocess
 import sys
@@ -31,66 +35,111 @@ _LANES = 16  # tokens are padded to a multiple of it, and a head's numbers are o
 _SOURCE = Path(__file__).with_suffix(".c")
 _FLAGS = ("-O3", "-mavx512f", "-mavx512bf16", "-mavx512vl", "-fopenmp", "-shared", "-fPIC")
 _SECONDS = 120  # for what takes one
+_logger = logging.getLogger(__name__)
 
 
 class _Kernel(NamedTuple):
     attend: Callable[..., None]
     space_needed: Callable[..., int]
+    attend_causal: Callable[..., None]
+    causal_space_needed: Callable[..., int]
 
 
-def can_attend(query_NH1D: Tensor) -> bool:
-    """Whether the kernel is there and takes queries like these."""
+def can_attend(query_NHLD: Tensor) -> bool:
+    """Whether the kernels are there and take queries like these."""
     return (
-        query_NH1D.device.type == "cpu"
-        and query_NH1D.dtype == torch.bfloat16
-        and query_NH1D.shape[-1] % _LANES == 0
+        query_NHLD.device.type == "cpu"
+        and query_NHLD.dtype == torch.bfloat16
+        and query_NHLD.shape[-1] % _LANES == 0
         and _kernel() is not None
     )
+
+
+def attend_causal(query_NHLD: Tensor, key_NKLD: Tensor, value_NKLD: Tensor, scale: float) -> Tensor:
+    """Attention of each token to those before it and itself, (N, L, H, D)."""
+    kernel = _kernel()
+    assert kernel is not None
+    num_rows, num_heads, length, size = query_NHLD.shape
+    kv_heads = key_NKLD.shape[1]
+    assert key_NKLD.shape == value_NKLD.shape == (num_rows, kv_heads, length, size)
+    assert num_heads % kv_heads == 0
+    # As projections have made them, and as the next one takes it.
+    given = [part.transpose(1, 2).contiguous() for part in (query_NHLD, key_NKLD, value_NKLD)]
+    assert all(states.dtype == torch.bfloat16 for states in given)
+    threads = torch.get_num_threads()
+    sizes = (num_heads // kv_heads, size)
+    needed = threads * kernel.causal_space_needed(*sizes, length)
+    space = query_NHLD.new_empty(needed, dtype=torch.float32)
+    out_NLHD = query_NHLD.new_empty(num_rows, length, num_heads, size)
+    pointers = (states.data_ptr() for states in (*given, out_NLHD, space))
+    kernel.attend_causal(*pointers, num_rows, length, kv_heads, *sizes, scale, threads)
+    return out_NLHD
 
 
 @functools.cache
 def _kernel() -> _Kernel | None:
     """None where it cannot be had."""
-    compiler = shutil.which(os.environ.get("CC", "gcc"))
-    if sys.platform != "linux" or not processor_lists("avx512_bf16") or compiler is None:
+    command = shlex.split(os.environ.get("CC") or "gcc")
+    if sys.platform != "linux" or not processor_lists("avx512_bf16"):
         return None
-    with tempfile.TemporaryDirectory() as folder:  # a library once loaded needs no file
-        path = Path(folder) / "packed_attention.so"
-        try:
+    if shutil.which(command[0]) is None:
+        return None
+    try:  # a library once loaded needs no file
+        with tempfile.TemporaryDirectory(ignore_cleanup_errors=True) as folder:
+            path = Path(folder) / "packed_attention.so"
             subprocess.run(
-                [compiler, *_FLAGS, str(_SOURCE), "-o", str(path)],
+                [*command, *_FLAGS, str(_SOURCE), "-o", str(path)],
                 check=True,
                 capture_output=True,
+                text=True,
                 timeout=_SECONDS,
             )
             library = ctypes.CDLL(str(path))
-        except (OSError, subprocess.SubprocessError):
-            return None
-    pointers, sizes = [ctypes.c_void_p] * 9, [ctypes.c_int64] * 8
-    library.attend.argtypes = [*pointers, *sizes, ctypes.c_float, ctypes.c_int32]
-    library.attend.restype = None
+    except (OSError, subprocess.SubprocessError) as error:
+        said = " ".join(str(getattr(error, "stderr", "") or "").split())
+        _logger.warning("attention is not built here, torch's is used: %s %s", error, said[:200])
+        return None
+    for function, pointers, sizes in ((library.attend, 9, 8), (library.attend_causal, 5, 5)):
+        function.argtypes = [
+            *[ctypes.c_void_p] * pointers,
+            *[ctypes.c_int64] * sizes,
+            ctypes.c_float,  # scale
+            ctypes.c_int32,  # threads
+        ]
+        function.restype = None
     library.space_needed.argtypes = [ctypes.c_int64] * 4
-    library.space_needed.restype = ctypes.c_int64
-    return _Kernel(library.attend, library.space_needed)
+    library.causal_space_needed.argtypes = [ctypes.c_int64] * 3
+    for needed in (library.space_needed, library.causal_space_needed):
+        needed.restype = ctypes.c_int64
+    return _Kernel(
+        library.attend, library.space_needed, library.attend_causal, library.causal_space_needed
+    )
 
 
 class PackedLayer:
-    """The keys and values of prefixes and of each row's own tokens, as the kernel reads them."""
+    """The keys and values of prefixes and of each row's own tokens, as the kernel reads them: two
+    numbers of a token are neighbours among keys, two tokens' among values."""
 
-    def __init__(self, key_GKPD: Tensor, value_GKPD: Tensor, room: int) -> None:
+    def __init__(self, key_GKPD: Tensor, value_GKPD: Tensor, num_tokens: int) -> None:
+        assert key_GKPD.dtype == value_GKPD.dtype == torch.bfloat16
+        assert key_GKPD.shape == value_GKPD.shape
         self._num_prefixes, self._kv_heads, self._prefix_length, self._size = key_GKPD.shape
-        self._room = _padded(room)
-        self._filled = 0
-        self._own: list[Tensor] = []
+        self._num_tokens, self._filled = num_tokens, 0
         key_GKTD, value_GKTD = (
             torch.nn.functional.pad(states, (0, 0, 0, -self._prefix_length % _LANES))
             for states in (key_GKPD, value_GKPD)
         )
-        # Two numbers of a token are neighbours among keys, two tokens' among values.
         self._prefix = (
             key_GKTD.unflatten(3, (-1, 2)).transpose(2, 3).contiguous(),
             value_GKTD.unflatten(2, (-1, 2)).transpose(3, 4).contiguous(),
         )
+        self._own = self._room_for(0)
+
+    def _room_for(self, num_rows: int) -> tuple[Tensor, Tensor]:
+        """Keys (N, K, D / 2, room, 2) and values (N, K, room / 2, D, 2)."""
+        room = _room(self._num_tokens)
+        heads, new = (num_rows, self._kv_heads), self._prefix[0].new_empty
+        return new(*heads, self._size // 2, room, 2), new(*heads, room // 2, self._size, 2)
 
     def attend(
         self, query_NH1D: Tensor, key_NK1D: Tensor, value_NK1D: Tensor, scale: float
@@ -99,24 +148,32 @@ class PackedLayer:
         (N, 1, H, D)."""
         kernel = _kernel()
         assert kernel is not None
-        num_rows, num_heads, _, size = query_NH1D.shape
-        if not self._own:
-            shape = (num_rows, self._kv_heads, self._room, size)
-            # Zeros: a token that has not come yet has no mass, but what is no number would stay.
-            self._own = [torch.zeros(shape, dtype=query_NH1D.dtype) for _ in ("keys", "values")]
+        num_rows, num_heads, num_new, size = query_NH1D.shape
+        given = [states.contiguous() for states in (query_NH1D, key_NK1D, value_NK1D)]
+        if self._filled == 0:
+            self._own = self._room_for(num_rows)
+        # The kernel believes what it is told. A model that attends otherwise is refused here, as it
+        # would be by torch.
+        assert self._filled < self._num_tokens
+        assert num_new == 1
+        assert num_heads % self._kv_heads == num_rows % self._num_prefixes == 0
+        assert key_NK1D.shape == value_NK1D.shape == (num_rows, self._kv_heads, 1, self._size)
+        assert size == self._size
+        assert len(self._own[0]) == num_rows
+        assert all(states.dtype == torch.bfloat16 for states in given)
         self._filled += 1
         sizes = (num_heads // self._kv_heads, size, self._prefix_length)
         threads = torch.get_num_threads()
-        space = torch.empty(threads * kernel.space_needed(*sizes, self._filled))
-        given = [states.contiguous() for states in (query_NH1D, key_NK1D, value_NK1D)]
-        out_N1HD = torch.empty((num_rows, 1, num_heads, size), dtype=query_NH1D.dtype)
+        needed = threads * kernel.space_needed(*sizes, self._filled)
+        space = query_NH1D.new_empty(needed, dtype=torch.float32)
+        out_N1HD = query_NH1D.new_empty(num_rows, 1, num_heads, size)
         kernel.attend(
             *(states.data_ptr() for states in (*given, *self._own, *self._prefix, out_N1HD, space)),
             num_rows,
             self._num_prefixes,
             self._kv_heads,
             *sizes,
-            self._room,
+            _room(self._num_tokens),
             self._filled,
             scale,
             threads,
@@ -125,8 +182,11 @@ class PackedLayer:
 
     def follow(self, before_N: Tensor) -> None:
         """From now on, each row goes on from what the row named for it has had so far."""
-        self._own = [states.index_select(0, before_N) for states in self._own]
+        (keys, values), self._own = self._own, self._room_for(len(before_N))
+        pairs = -(-self._filled // 2)
+        self._own[0][:, :, :, : self._filled] = keys[:, :, :, : self._filled][before_N]
+        self._own[1][:, :, :pairs] = values[:, :, :pairs][before_N]
 
 
-def _padded(tokens: int) -> int:
-    return -(-tokens // _LANES) * _LANES
+def _room(num_tokens: int) -> int:
+    return -(-num_tokens // _LANES) * _LANES

@@ -15,6 +15,7 @@ have one, C new tokens, V vocabulary.
 import functools
 import logging
 from collections.abc import Callable
+from contextlib import nullcontext
 from enum import Enum
 from typing import Any, cast
 from weakref import WeakKeyDictionary
@@ -26,9 +27,10 @@ from transformers import Cache, DynamicCache, PreTrainedModel
 from residual_ebm.models.at_rest import at_rest
 from residual_ebm.models.beginnings import Beginnings
 from residual_ebm.models.compiled import compiled_layers
+from residual_ebm.models.plain_causal import may_share_prefix
 from residual_ebm.models.shared_prefix import (
     AfterPrefix,
-    may_share_prefix,
+    causal_prefix,
     run_after_prefix,
     shared_prefix,
 )
@@ -56,13 +58,16 @@ def can_share_prefix(model: PreTrainedModel, length: int) -> bool:
     return may_share_prefix(model, length) and _works(model, Way.SHARED)
 
 
-def _read_prefixes(model: PreTrainedModel, ids_GP: Tensor) -> tuple[Tensor, DynamicCache]:
+def _read_some_at_a_time(
+    model: PreTrainedModel, ids_GP: Tensor, way: Way
+) -> tuple[Tensor, DynamicCache]:
     """The logits behind each prefix and the keys and values of all; some prefixes at a time, so
     that what a layer hands to the next stays in the processor's cache."""
     logits, caches = [], []
     for part in ids_GP.split(max(1, _PREFIX_TOKENS_AT_ONCE // ids_GP.shape[1])):
         cache = DynamicCache()
-        output = model(part, past_key_values=cache, use_cache=True, logits_to_keep=1)
+        with causal_prefix(model) if way is Way.SHARED else nullcontext():
+            output = model(part, past_key_values=cache, use_cache=True, logits_to_keep=1)
         logits.append(output.logits[:, -1])
         caches.append(cache)
     first = caches[0]
@@ -85,7 +90,7 @@ def begin(
         _tell_once(type(model).__name__, way)
     if way is Way.READ_AGAIN:
         return _reading_again(model, ids_GP, samples_per_prefix)
-    logits_GV, prefix_cache = _read_prefixes(model, ids_GP)
+    logits_GV, prefix_cache = _read_some_at_a_time(model, ids_GP, way)
     if way is Way.REPEATED:
         prefix_cache.batch_repeat_interleave(samples_per_prefix)
         return logits_GV, _repeating(model, prefix_cache, prefix_length)

@@ -26,7 +26,6 @@ from transformers import (
     AttentionInterface,
     Cache,
     DynamicCache,
-    PretrainedConfig,
     PreTrainedModel,
 )
 from transformers.cache_utils import DynamicLayer
@@ -34,52 +33,12 @@ from transformers.masking_utils import AttentionMaskInterface
 
 from residual_ebm.models.compiled import FROM_ROWS, compiled_instead_of
 from residual_ebm.models.device import has_tiles
-from residual_ebm.models.loading import POSITIONS_AFTER_PADDING
-from residual_ebm.models.packed_attention import PackedLayer, can_attend
+from residual_ebm.models.packed_attention import PackedLayer, attend_causal, can_attend
+from residual_ebm.models.plain_causal import configs_of
 
-_NAME = "residual_ebm_shared_prefix"
+_NAME, _CAUSAL = "residual_ebm_shared_prefix", "residual_ebm_causal"
 # What models hand to attention that makes its scores others than products of queries and keys.
 _CHANGES_SCORES = ("softcap", "s_aux", "position_bias")
-
-
-def may_share_prefix(model: PreTrainedModel, length: int) -> bool:
-    """Whether, by all that a model says of itself, its attention is what this file computes:
-    causal, and in passages of so many tokens over everything before."""
-    return (
-        all(getattr(part, "_supports_attention_backend", False) for part in _parts(model))
-        and all(_attends_to_everything(config, length) for config in _configs(model))
-        # Sinks: a learnt share of attention that goes to no token.
-        and not any(hasattr(module, "sinks") for module in model.modules())
-    )
-
-
-def _parts(model: PreTrainedModel) -> list[PreTrainedModel]:
-    """A model and the models inside it."""
-    return [module for module in model.modules() if isinstance(module, PreTrainedModel)]
-
-
-def _configs(model: PreTrainedModel) -> list[PretrainedConfig]:
-    return list({id(part.config): part.config for part in _parts(model)}.values())
-
-
-def _attends_to_everything(config: PretrainedConfig, length: int) -> bool:
-    layer_types = set(getattr(config, "layer_types", None) or ["full_attention"])
-    window = getattr(config, "sliding_window", None)
-    if window and (not hasattr(config, "layer_types") or "sliding_attention" in layer_types):
-        if length > window:
-            return False
-        layer_types.discard("sliding_attention")
-    return (
-        layer_types <= {"full_attention"}
-        and getattr(config, "is_causal", True) is not False
-        and not getattr(config, "use_bidirectional_attention", False)
-        and config.model_type not in POSITIONS_AFTER_PADDING  # ours count from 0
-        and getattr(config, "v_head_dim", None) is None  # values of another size than keys
-        and getattr(config, "attn_logit_softcapping", None) is None
-        # GPT-2's options that scale or upcast scores layer by layer.
-        and not getattr(config, "scale_attn_by_inverse_layer_idx", False)
-        and not getattr(config, "reorder_and_upcast_attn", False)
-    )
 
 
 class _Layer:
@@ -165,15 +124,30 @@ class AfterPrefix(Cache):
 def shared_prefix(model: PreTrainedModel, cache: AfterPrefix) -> Iterator[None]:
     """Within, the model's rows attend to the prefix in `cache` and to their own tokens."""
     token = _layers.set(cache.own)
-    before = [(config, config._attn_implementation) for config in _configs(model)]
+    try:
+        with _attention_named(model, _NAME):
+            yield
+    finally:
+        _layers.reset(token)
+
+
+@contextmanager
+def _attention_named(model: PreTrainedModel, name: str) -> Iterator[None]:
+    before = [(config, config._attn_implementation) for config in configs_of(model)]
     for config, _ in before:
-        config._attn_implementation = _NAME
+        config._attn_implementation = name
     try:
         yield
     finally:
         for config, implementation in before:
             config._attn_implementation = implementation
-        _layers.reset(token)
+
+
+@contextmanager
+def causal_prefix(model: PreTrainedModel) -> Iterator[None]:
+    """Within, a model that may share its prefixes reads them."""
+    with _attention_named(model, _CAUSAL):
+        yield
 
 
 def prefix_batches(ids_NT: Tensor, prefix_length: int, batch_size: int) -> Iterator[slice]:
@@ -212,7 +186,8 @@ def run_after_prefix(
     if not bool((count_G == count_G[0]).all()):
         prefix_GP = ids_NT[:, :prefix_length]
     cache = DynamicCache()
-    outputs = [model(prefix_GP, past_key_values=cache, use_cache=True, **of_prefix)]
+    with causal_prefix(model):
+        outputs = [model(prefix_GP, past_key_values=cache, use_cache=True, **of_prefix)]
     length = ids_NT.shape[1]
     if length > prefix_length:
         after = AfterPrefix(cache, num_tokens=1)
@@ -244,13 +219,38 @@ def _attend(
     scaling: float | None = None,
     **named: Any,
 ) -> tuple[Tensor, None]:
+    scale = _scale_of_plain_scores(query, attention_mask, scaling, named)
+    layer: int = module.layer_idx  # type: ignore[assignment]
+    return _operator(query, key, value, layer, scale), None
+
+
+def _attend_causal(
+    _module: nn.Module,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    attention_mask: Tensor | None,
+    scaling: float | None = None,
+    **named: Any,
+) -> tuple[Tensor, None]:
+    scale = _scale_of_plain_scores(query, attention_mask, scaling, named)
+    if can_attend(query):
+        return attend_causal(query, key, value, scale), None
+    out_NHLD = nn.functional.scaled_dot_product_attention(
+        query, key, value, is_causal=True, scale=scale, enable_gqa=query.shape[1] > key.shape[1]
+    )
+    return out_NHLD.transpose(1, 2).contiguous(), None
+
+
+def _scale_of_plain_scores(
+    query: Tensor, attention_mask: Tensor | None, scaling: float | None, named: dict[str, Any]
+) -> float:
+    """Refuses what would make scores others than products of queries and keys."""
     assert attention_mask is None
     for name in _CHANGES_SCORES:
         if named.get(name) is not None:
             raise ValueError(f"{name}: not known to attention after a shared prefix")
-    scale = 1 / math.sqrt(query.shape[-1]) if scaling is None else scaling
-    layer: int = module.layer_idx  # type: ignore[assignment]
-    return _operator(query, key, value, layer, scale), None
+    return 1 / math.sqrt(query.shape[-1]) if scaling is None else scaling
 
 
 def _attend_after_prefix(
@@ -376,7 +376,7 @@ def _attention(
 
 
 def _no_mask(*_args: Any, **_kwargs: Any) -> None:
-    """`_attend` masks by itself."""
+    """Both mask by themselves."""
 
 
 # An operator of its own, so that a compiled layer calls it and does not look inside. It is defined
@@ -392,4 +392,6 @@ _operator = torch.ops.residual_ebm.attend_after_prefix.default
 torch.library.register_fake(_operator, _shape_of_attended, lib=_library)
 
 AttentionInterface.register(_NAME, _attend)
-AttentionMaskInterface.register(_NAME, _no_mask)
+AttentionInterface.register(_CAUSAL, _attend_causal)
+for _name in (_NAME, _CAUSAL):
+    AttentionMaskInterface.register(_name, _no_mask)

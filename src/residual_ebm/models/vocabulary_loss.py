@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel
 
 from residual_ebm.models.compiled import FROM_ROWS, compiled_instead_of
-from residual_ebm.models.last_layer import ends_in_a_plain_layer
+from residual_ebm.models.last_layer import ends_in_a_plain_layer, factors_of
 from residual_ebm.models.masking import IGNORED
 from residual_ebm.models.ralm import RalmForCausalLM
 
@@ -25,7 +25,7 @@ _LOGITS_AT_ONCE = 2**25
 def next_token_loss(model: PreTrainedModel, ids_BT: Tensor) -> Tensor:
     """Mean cross-entropy of every token after the first."""
     target_R = ids_BT[:, 1:].flatten()
-    parts = model.parts if isinstance(model, RalmForCausalLM) else (model,)
+    parts = factors_of(model)
     if not all(map(ends_in_a_plain_layer, parts)):
         logits_BTV = model(ids_BT, use_cache=False).logits[:, :-1]
         return _cross_entropy(logits_BTV.flatten(0, 1), target_R)
