@@ -3,28 +3,59 @@
 Shapes: N rows, G prefixes, H heads, K heads of keys and values, D head size, P tokens of a prefix.
 """
 
+import functools
+import shutil
 import tempfile
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 import toys
 from torch import Tensor
+from transformers import DynamicCache
 
 from residual_ebm.models import compiled, packed_attention, shared_prefix
+from residual_ebm.models.amx import processor_lists
 from residual_ebm.models.decoding import UNTRUNCATED
 from residual_ebm.models.language_model import LanguageModel
 from residual_ebm.models.packed_attention import PackedLayer, attend_causal, can_attend
 
 needs_kernel = pytest.mark.usefixtures("kernel")
+needs_compiler = pytest.mark.usefixtures("can_build")
 Step = tuple[Tensor, Tensor, Tensor]  # query (N, H, 1, D), key and value (N, K, 1, D)
 
 
+@functools.cache
+def kernel_here() -> packed_attention._Kernel | None:
+    """On other processors with AVX-512, the same source with its instructions written out."""
+    known = packed_attention._kernel()
+    if known is not None or not processor_lists("avx512f"):
+        return known
+    header = Path(__file__).with_name("pairs_one_by_one.h")
+    flags = [flag for flag in packed_attention._FLAGS if "bf16" not in flag]
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(packed_attention, "processor_lists", lambda _feature: True)
+        patch.setattr(packed_attention, "_FLAGS", [*flags, "-include", str(header)])
+        return packed_attention._kernel.__wrapped__()
+
+
 @pytest.fixture
-def kernel() -> None:
-    if packed_attention._kernel() is None:
-        pytest.skip("no AVX-512 BF16 here, or no compiler")
+def kernel(monkeypatch: pytest.MonkeyPatch) -> None:
+    known = kernel_here()
+    if known is None:
+        pytest.skip("no AVX-512 here, or no compiler")
+    monkeypatch.setattr(packed_attention, "_kernel", lambda: known)
+
+
+@pytest.fixture
+def can_build(monkeypatch: pytest.MonkeyPatch) -> None:
+    """What is built here may never run, but it loads."""
+    if shutil.which("gcc") is None:
+        pytest.skip("no compiler here")
+    monkeypatch.setattr(packed_attention, "processor_lists", lambda _feature: True)
 
 
 @pytest.fixture
@@ -33,6 +64,16 @@ def new_memory_is_no_number() -> Iterator[None]:
     assert torch.empty(1).isnan()
     yield
     torch.use_deterministic_algorithms(False)
+
+
+@contextmanager
+def threads(count: int) -> Iterator[None]:
+    before = torch.get_num_threads()
+    torch.set_num_threads(count)
+    try:
+        yield
+    finally:
+        torch.set_num_threads(before)
 
 
 def random(*shape: int, seed: int, scale: float = 1.0) -> Tensor:
@@ -94,6 +135,7 @@ def prefix_of(num_prefixes: int, kv_heads: int, length: int, size: int) -> tuple
         (2, 3, 1, 40, 32, 130, 3),  # one head of keys for more queries than go together
         (1, 1, 4, 2, 128, 1, 2),
         (2, 9, 1, 4, 80, 300, 3),
+        (2, 4, 1, 2, 192, 200, 3),  # what is left of eight vectors is four, and then one
         (5, 2, 2, 5, 48, 16, 17),  # nothing to pad
     ],
 )
@@ -128,6 +170,7 @@ def test_attention_is_that_of_float32(
         (1, 2, 1, 16, 1),
         (2, 1, 40, 32, 33),
         (4, 2, 2, 128, 16),
+        (2, 2, 1, 192, 201),
         (2, 1, 5, 80, 9),
     ],
 )
@@ -149,12 +192,14 @@ def test_causal_attention_is_that_of_float32(
     torch.testing.assert_close(out.float(), expected, rtol=2**-7, atol=2**-7)
     assert float((out.float() - expected).square().mean().sqrt()) < 2**-9
     assert torch.equal(attend_causal(query[:1], key[:1], value[:1], size**-0.5), out[:1])
+    with threads(3):
+        assert torch.equal(attend_causal(query, key, value, size**-0.5), out)
 
 
 @needs_kernel
 def test_rows_whose_keys_are_of_other_tokens_are_refused() -> None:
     query, key, value = (random(1, 2, 5, 16, seed=seed) for seed in range(3))
-    with pytest.raises(AssertionError):
+    with pytest.raises(ValueError, match="does not take"):
         attend_causal(query, key[:, :, :4], value[:, :, :4], 1.0)
 
 
@@ -168,12 +213,8 @@ def test_rows_and_threads_beside_a_row_do_not_change_a_bit_of_it() -> None:
         own = [states[row // 11 : row // 11 + 1] for states in prefix]
         for out, expected in zip(attended(own, alone, 0.2), whole, strict=True):
             assert torch.equal(out[0], expected[row])
-    before = torch.get_num_threads()
-    try:
-        torch.set_num_threads(3)
+    with threads(3):
         assert all(map(torch.equal, attended(prefix, steps, 0.2), whole))
-    finally:
-        torch.set_num_threads(before)
 
 
 @needs_kernel
@@ -192,12 +233,14 @@ def test_rows_that_part_take_their_tokens_along(num_early: int) -> None:
 
 
 @needs_kernel
-def test_what_is_no_number_is_not_hidden_and_stays_in_its_row() -> None:
+@pytest.mark.parametrize("wrong", [torch.nan, torch.inf])
+@pytest.mark.parametrize("which", [0, 1, 2], ids=["query", "key", "value"])
+def test_what_is_no_number_is_not_hidden_and_stays_in_its_row(which: int, wrong: float) -> None:
     prefix = prefix_of(1, 1, 5, 16)
     steps = steps_of(2, 3, 1, 1, 16)
-    steps[1][0][1] = torch.nan
+    steps[1][which][1] = wrong
     out = attended(prefix, steps, 1.0)[-1]
-    assert out[1].isnan().all()
+    assert not out[1].isfinite().any()
     assert out[[0, 2]].isfinite().all()
 
 
@@ -216,7 +259,7 @@ def test_what_is_no_number_is_not_hidden_and_stays_in_its_row() -> None:
 )
 def test_what_does_not_fit_is_refused_before_memory_is_touched(step: Step) -> None:
     layer = PackedLayer(*prefix_of(2, 1, 5, 16), 3)
-    with pytest.raises(AssertionError):
+    with pytest.raises(ValueError, match="does not take"):
         layer.attend(*step, 1.0)
 
 
@@ -224,10 +267,10 @@ def test_what_does_not_fit_is_refused_before_memory_is_touched(step: Step) -> No
 def test_more_tokens_or_other_rows_than_there_is_room_for_are_refused() -> None:
     layer = PackedLayer(*prefix_of(1, 1, 5, 16), 2)
     layer.attend(*SMALL, 1.0)
-    with pytest.raises(AssertionError):
+    with pytest.raises(ValueError, match="does not take"):
         layer.attend(*steps_of(1, 8, 1, 2, 16)[0], 1.0)
     layer.attend(*SMALL, 1.0)
-    with pytest.raises(AssertionError):
+    with pytest.raises(ValueError, match="does not take"):
         layer.attend(*SMALL, 1.0)
 
 
@@ -252,12 +295,56 @@ def test_the_default_type_of_numbers_does_not_matter() -> None:
         (lambda query: query.to("meta"), False),
     ],
 )
-def test_other_numbers_sizes_and_devices_are_left_to_torch(change: object, taken: bool) -> None:
-    assert can_attend(change(random(1, 1, 1, 16, seed=0))) is taken  # type: ignore[operator]
+@torch.no_grad()
+def test_other_numbers_sizes_and_devices_are_left_to_torch(
+    change: Callable[[Tensor], Tensor], taken: bool
+) -> None:
+    assert can_attend(change(random(1, 1, 1, 16, seed=0))) is taken
 
 
-@pytest.mark.parametrize("compiler", ["", "gcc", "gcc -g0 -pipe"])
 @needs_kernel
+def test_where_gradients_are_wanted_torch_attends() -> None:
+    assert not can_attend(random(1, 1, 1, 16, seed=0))
+    model = toys.causal_model("llama", **FAMILIES["llama"]).bfloat16()
+    ids_NT = torch.tensor([[3, 4, 5]])
+    shared_prefix.run_after_prefix(model, ids_NT, 2)[0].logits.float().sum().backward()
+    assert all(
+        weight.grad is not None for name, weight in model.named_parameters() if "v_proj" in name
+    )
+
+
+@needs_kernel
+def test_scores_far_below_zero_are_still_above_those_of_padding() -> None:
+    query, key, value = (torch.ones(1, 1, 5, 16).bfloat16() for _ in range(3))
+    out = attend_causal(1e16 * query, -1e16 * key, value, 1.0)
+    torch.testing.assert_close(out.float(), torch.ones(1, 5, 1, 16))
+
+
+@needs_kernel
+@pytest.mark.parametrize("scale", [0.0, -1.0, torch.nan])
+def test_a_scale_that_hides_nothing_is_refused(scale: float) -> None:
+    with pytest.raises(ValueError, match="does not take"):
+        attend_causal(*SMALL, scale)
+    with pytest.raises(ValueError, match="does not take"):
+        PackedLayer(*prefix_of(2, 1, 5, 16), 3).attend(*SMALL, scale)
+
+
+@needs_kernel
+@torch.inference_mode()
+def test_a_prefix_is_not_kept_in_two_layouts() -> None:
+    cache = DynamicCache()
+    prefix = prefix_of(2, 1, 5, 16)
+    cache.update(*prefix, layer_idx=0)
+    after = shared_prefix.AfterPrefix(cache, 3)
+    after.own[0].packed.attend(*SMALL, 1.0)
+    assert cache.layers[0].keys.shape == prefix[0].shape
+    assert cache.layers[0].keys.untyped_storage().nbytes() <= 2
+    assert cache.layers[0].values.untyped_storage().nbytes() <= 2
+    assert cache.get_seq_length() == 5
+
+
+@pytest.mark.parametrize("compiler", ["", "  ", "gcc", "gcc -g0 -pipe"])
+@needs_compiler
 def test_the_compiler_may_be_named_with_arguments(
     compiler: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -273,10 +360,14 @@ def test_without_a_compiler_there_is_no_kernel_and_nothing_to_tell(
     assert not caplog.records
 
 
-@needs_kernel
+@needs_compiler
 @pytest.mark.parametrize(
     ("compiler", "reason"),
-    [("false", "exit status 1"), ("gcc --no-such-option", "no-such-option")],
+    [
+        ("false", "exit status 1"),
+        ("gcc --no-such-option", "no-such-option"),
+        ("gcc '", "No closing quotation"),
+    ],
 )
 def test_a_build_that_fails_is_told(
     compiler: str, reason: str, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
@@ -286,7 +377,7 @@ def test_a_build_that_fails_is_told(
     assert reason in caplog.text
 
 
-@needs_kernel
+@needs_compiler
 def test_no_room_for_the_build_is_told(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
@@ -390,7 +481,15 @@ def test_every_family_draws_as_near_to_float32_as_in_torch(
 
     half.log_prob(torch.zeros(1, 9, dtype=torch.int64), 5)  # has tried what it allows
     used.clear()
+    whole: list[int] = []
+
+    def watched(query: Tensor, *rest: Any) -> Tensor:
+        whole.append(len(query))
+        return attend_causal(query, *rest)
+
+    monkeypatch.setattr(shared_prefix, "attend_causal", watched)
     by_kernel = errors()
+    assert whole[:2] == [num_prefixes] * 2  # layers: the prefixes are read when drawing begins
     assert len(used) == 2 * 19  # layers, and tokens after the first
     assert used[-1] == num_prefixes * 40
     monkeypatch.setattr(shared_prefix, "can_attend", lambda _query: False)

@@ -14,7 +14,7 @@
 #define INLINE static inline __attribute__((always_inline))
 #define LANES 16
 #define PADDED(tokens) (((tokens) + LANES - 1) / LANES * LANES)
-#define NEVER -1e30f /* a score whose exponential is next to nothing */
+#define NEVER -3e38f /* next to the least there is: a score whose exponential is next to nothing */
 
 typedef uint16_t number; /* a bfloat16 */
 typedef uint32_t pair;

@@ -51,6 +51,7 @@ def can_attend(query_NHLD: Tensor) -> bool:
         query_NHLD.device.type == "cpu"
         and query_NHLD.dtype == torch.bfloat16
         and query_NHLD.shape[-1] % _LANES == 0
+        and not torch.is_grad_enabled()  # there is no backward pass
         and _kernel() is not None
     )
 
@@ -61,11 +62,14 @@ def attend_causal(query_NHLD: Tensor, key_NKLD: Tensor, value_NKLD: Tensor, scal
     assert kernel is not None
     num_rows, num_heads, length, size = query_NHLD.shape
     kv_heads = key_NKLD.shape[1]
-    assert key_NKLD.shape == value_NKLD.shape == (num_rows, kv_heads, length, size)
-    assert num_heads % kv_heads == 0
     # As projections have made them, and as the next one takes it.
     given = [part.transpose(1, 2).contiguous() for part in (query_NHLD, key_NKLD, value_NKLD)]
-    assert all(states.dtype == torch.bfloat16 for states in given)
+    _refuse_unless(
+        key_NKLD.shape == value_NKLD.shape == (num_rows, kv_heads, length, size)
+        and num_heads % kv_heads == 0
+        and all(states.dtype == torch.bfloat16 for states in given)
+        and scale > 0
+    )
     threads = torch.get_num_threads()
     sizes = (num_heads // kv_heads, size)
     needed = threads * kernel.causal_space_needed(*sizes, length)
@@ -76,15 +80,21 @@ def attend_causal(query_NHLD: Tensor, key_NKLD: Tensor, value_NKLD: Tensor, scal
     return out_NLHD
 
 
+def _refuse_unless(fits: bool) -> None:
+    """The kernels believe what they are told, so this must hold under `python -O` too."""
+    if not fits:
+        raise ValueError("queries, keys and values that attention's kernel does not take")
+
+
 @functools.cache
 def _kernel() -> _Kernel | None:
     """None where it cannot be had."""
-    command = shlex.split(os.environ.get("CC") or "gcc")
     if sys.platform != "linux" or not processor_lists("avx512_bf16"):
         return None
-    if shutil.which(command[0]) is None:
-        return None
     try:  # a library once loaded needs no file
+        command = shlex.split(os.environ.get("CC", "")) or ["gcc"]
+        if shutil.which(command[0]) is None:
+            return None
         with tempfile.TemporaryDirectory(ignore_cleanup_errors=True) as folder:
             path = Path(folder) / "packed_attention.so"
             subprocess.run(
@@ -94,11 +104,14 @@ def _kernel() -> _Kernel | None:
                 text=True,
                 timeout=_SECONDS,
             )
-            library = ctypes.CDLL(str(path))
-    except (OSError, subprocess.SubprocessError) as error:
+            return _declared(ctypes.CDLL(str(path)))
+    except (OSError, ValueError, subprocess.SubprocessError) as error:
         said = " ".join(str(getattr(error, "stderr", "") or "").split())
         _logger.warning("attention is not built here, torch's is used: %s %s", error, said[:200])
         return None
+
+
+def _declared(library: ctypes.CDLL) -> _Kernel:
     for function, pointers, sizes in ((library.attend, 9, 8), (library.attend_causal, 5, 5)):
         function.argtypes = [
             *[ctypes.c_void_p] * pointers,
@@ -121,8 +134,10 @@ class PackedLayer:
     numbers of a token are neighbours among keys, two tokens' among values."""
 
     def __init__(self, key_GKPD: Tensor, value_GKPD: Tensor, num_tokens: int) -> None:
-        assert key_GKPD.dtype == value_GKPD.dtype == torch.bfloat16
-        assert key_GKPD.shape == value_GKPD.shape
+        _refuse_unless(
+            key_GKPD.dtype == value_GKPD.dtype == torch.bfloat16
+            and key_GKPD.shape == value_GKPD.shape
+        )
         self._num_prefixes, self._kv_heads, self._prefix_length, self._size = key_GKPD.shape
         self._num_tokens, self._filled = num_tokens, 0
         key_GKTD, value_GKTD = (
@@ -152,15 +167,16 @@ class PackedLayer:
         given = [states.contiguous() for states in (query_NH1D, key_NK1D, value_NK1D)]
         if self._filled == 0:
             self._own = self._room_for(num_rows)
-        # The kernel believes what it is told. A model that attends otherwise is refused here, as it
-        # would be by torch.
-        assert self._filled < self._num_tokens
-        assert num_new == 1
-        assert num_heads % self._kv_heads == num_rows % self._num_prefixes == 0
-        assert key_NK1D.shape == value_NK1D.shape == (num_rows, self._kv_heads, 1, self._size)
-        assert size == self._size
-        assert len(self._own[0]) == num_rows
-        assert all(states.dtype == torch.bfloat16 for states in given)
+        _refuse_unless(
+            self._filled < self._num_tokens
+            and num_new == 1
+            and num_heads % self._kv_heads == num_rows % self._num_prefixes == 0
+            and key_NK1D.shape == value_NK1D.shape == (num_rows, self._kv_heads, 1, self._size)
+            and size == self._size
+            and len(self._own[0]) == num_rows
+            and all(states.dtype == torch.bfloat16 for states in given)
+            and scale > 0
+        )
         self._filled += 1
         sizes = (num_heads // self._kv_heads, size, self._prefix_length)
         threads = torch.get_num_threads()
