@@ -14,10 +14,12 @@ import pytest
 from rich.console import Console
 
 from residual_ebm import __version__
+from residual_ebm.bench import run
 from residual_ebm.cli import STAGE_HELP, build_parser
 from residual_ebm.files.blocks import read_blocks
 from residual_ebm.files.log_weights import REAL, read_real
 from residual_ebm.files.samples import read_rows
+from residual_ebm.models import device
 from residual_ebm.recipe_file import load_recipe
 from residual_ebm.report.published import Published
 from residual_ebm.report.rows import gap_text
@@ -495,3 +497,27 @@ def test_samples_that_end_are_shown_without_their_end(rebm: Rebm, ending_run: Pa
     texts = [proposal["text"] for proposal in sample["proposals"]]
     assert len({len(text.split()) for text in texts}) > 1
     assert not any("<|" in text for text in texts)
+
+
+@pytest.mark.parametrize("quick", [True, False])
+@pytest.mark.parametrize(
+    ("asked", "expected"),
+    [
+        ((), None),
+        (("--precision", "bfloat16"), "bfloat16"),
+        (("--precision", "float32"), "float32"),
+    ],
+)
+def test_benchmarks_are_in_what_the_processor_multiplies_quickly(
+    rebm: Rebm,
+    asked: tuple[str, ...],
+    expected: str | None,
+    quick: bool,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(device, "_multiplies_bfloat16_quicker", lambda: quick)
+    monkeypatch.setattr(
+        run, "run_benchmarks", lambda names, setting, *_: {"names": names, "in": setting.precision}
+    )
+    found = answer(rebm, "bench", "score", *asked)
+    assert found == {"names": ["score"], "in": expected or ("bfloat16" if quick else "float32")}

@@ -7,9 +7,10 @@ import os
 import sys
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any, NoReturn
+from typing import Any, NoReturn, get_args
 
 from residual_ebm import __version__, commands, model_commands
+from residual_ebm.config import Precision
 from residual_ebm.errors import UserError
 from residual_ebm.stopping import stop_now, when_asked_to_stop
 
@@ -134,6 +135,12 @@ def build_parser() -> argparse.ArgumentParser:
     bench.set_defaults(call=commands.bench)
     bench.add_argument("names", nargs="*", metavar="NAME", help="benchmarks to run; default: all")
     bench.add_argument("--repeats", type=int, default=5, metavar="N", help="rounds; default 5")
+    bench.add_argument(
+        "--precision",
+        choices=get_args(Precision),
+        default="auto",
+        help="default auto: bfloat16 where the processor multiplies it quickly, else float32",
+    )
     bench.add_argument(
         "--page",
         type=Path,

@@ -12,7 +12,7 @@ from typing import Any
 
 from rich.console import Console
 
-from residual_ebm.config import GIVEN, Recipe
+from residual_ebm.config import GIVEN, Precision, Recipe
 from residual_ebm.errors import UserError
 from residual_ebm.outputs import Output, lines_output
 from residual_ebm.progress import TerminalProgress
@@ -211,10 +211,11 @@ def status(run: Path) -> Output:
     return lines_output(data, [f"{entry['state']:12} {entry['what']}" for entry in data])
 
 
-def bench(names: list[str], repeats: int, page: Path | None) -> Output:
+def bench(names: list[str], repeats: int, precision: Precision, page: Path | None) -> Output:
     from residual_ebm.bench.benchmarks import BENCHMARKS
     from residual_ebm.bench.run import run_benchmarks
     from residual_ebm.bench.setting import Setting
+    from residual_ebm.models.device import resolve_precision
     from residual_ebm.report.bench_table import print_benchmarks
 
     for name in names:
@@ -222,9 +223,9 @@ def bench(names: list[str], repeats: int, page: Path | None) -> Output:
             raise UserError("benchmark", name, f"there are {', '.join(BENCHMARKS)}")
     if repeats < 1:
         raise UserError("--repeats", repeats, "must be at least 1")
-    setting = Setting(repeats=repeats)
     if page is not None and page.suffix != ".md":
         raise UserError("--page", page, "name a file that ends in .md")
+    setting = Setting(repeats=repeats, precision=resolve_precision(precision, "cpu"))
     more: dict[str, Any] = {}
     if page is not None:
         from residual_ebm.report.bench_page import read_page, write_page

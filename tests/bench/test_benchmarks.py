@@ -190,13 +190,15 @@ def test_what_was_measured_before_stays(setting: Setting, monkeypatch: pytest.Mo
     seen: list[list[str]] = []
     first = run_benchmarks(["score"], setting)
     assert first["benchmarks"]["score"]["measured"]["cores"] == os.cpu_count()
+    first = json.loads(json.dumps(first))  # as it is read again
     both = run_benchmarks(
         ["decode"],
         setting,
-        earlier=json.loads(json.dumps(first)),
+        earlier=first,
         after_each=lambda results: seen.append(list(results["benchmarks"])),
     )
     assert list(both["benchmarks"]) == ["decode", "score"]  # in their own order
     assert seen == [["decode", "score"]]
-    with pytest.raises(UserError, match="name another page"):
+    with pytest.raises(UserError, match="this would be 3; name another page") as refused:
         run_benchmarks(["decode"], replace(setting, num_tokens=3), earlier=first)
+    assert refused.value.value == f"num_tokens {setting.num_tokens}"

@@ -138,7 +138,8 @@ def _negatives(bench: Bench) -> dict[str, Any]:
 def _score(bench: Bench) -> dict[str, Any]:
     setting = bench.setting
     common = setting.take("encoder", "text", "num_blocks", "length", "threads")
-    ladders = [classifiers_in(setting, precision) for precision in ("float32", setting.precision)]
+    precisions = dict.fromkeys(("float32", setting.precision))  # which may be the same
+    ladders = [classifiers_in(setting, precision) for precision in precisions]
     bests, sweep = each_at_its_best(bench, "score", ladders)
     given = {**common, **setting.take("model", "precision")}
     ours = spec_of(OURS, "ours:score", **given, batch_size=64)

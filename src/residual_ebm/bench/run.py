@@ -38,10 +38,13 @@ def run_benchmarks(
     now = json.loads(json.dumps(results["setting"]))
     before = (earlier or {}).get("setting", {})
     # A field that only one of the two knows came or went with a change of a benchmark itself.
-    if any(before[field] != now[field] for field in before.keys() & now.keys()):
-        raise UserError(
-            "--page", "has another setting", "was measured otherwise; name another page"
-        )
+    for field in sorted(before.keys() & now.keys()):
+        if before[field] != now[field]:
+            raise UserError(
+                "--page",
+                f"{field} {before[field]}",
+                f"it was measured so, and this would be {now[field]}; name another page",
+            )
     sweeps = Sweeps(setting, progress, swept, keep=lambda: after_each(results))
     for name in names:
         progress.stage(f"Measuring {name}")
