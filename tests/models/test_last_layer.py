@@ -11,6 +11,7 @@ import toys
 from torch import Tensor
 from transformers import PreTrainedModel
 
+from residual_ebm.models import prefix_steps
 from residual_ebm.models.decoding import UNTRUNCATED
 from residual_ebm.models.language_model import LanguageModel, TokenFeatures
 from residual_ebm.models.last_layer import ends_in_a_plain_layer, relative_logits
@@ -140,6 +141,34 @@ def test_both_factors_of_a_ralm_are_relative() -> None:
             within_BTV = ralm(ids_BT).logits.log_softmax(-1)
     torch.testing.assert_close(within_BTV, before_BTV, atol=0.3, rtol=0.02)
     assert not any("forward" in vars(part.get_output_embeddings()) for part in ralm.parts)
+
+
+@pytest.mark.parametrize("with_features", [False, True])
+def test_a_model_is_tried_with_logits_as_they_are(
+    with_features: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """What a trial allows depends on how large logits are."""
+    lm = LanguageModel(toys.causal_model().bfloat16(), toys.word_tokenizer())
+    taken_over: list[bool] = []
+    plain = prefix_steps._try
+
+    def watched(model: PreTrainedModel, way: prefix_steps.Way) -> bool:
+        taken_over.append("forward" in vars(model.get_output_embeddings()))
+        return plain(model, way)
+
+    monkeypatch.setattr(prefix_steps, "_try", watched)
+    draw = lm.sample_chunk_with_features if with_features else lm.sample_chunk
+    draw(
+        prefix_ids_GP=torch.tensor([[3, 4, 5]]),
+        prefix_numbers=[0],
+        first_sample=0,
+        num_samples=2,
+        num_tokens=3,
+        seed=0,
+        truncation=UNTRUNCATED,
+        stop_at_end=False,
+    )
+    assert taken_over == [False]
 
 
 def test_factors_may_have_a_last_layer_in_common() -> None:
