@@ -218,6 +218,20 @@ def test_rows_and_threads_beside_a_row_do_not_change_a_bit_of_it() -> None:
 
 
 @needs_kernel
+def test_threads_do_not_write_over_each_other() -> None:
+    """There is enough to do for all of them to be at it at once."""
+    prefix, steps = prefix_of(1, 3, 120, 64), steps_of(2, 600, 3, 3, 64)
+    query, key, value = (
+        random(24, heads, 128, 64, seed=seed) for seed, heads in enumerate((9, 3, 3))
+    )
+    with threads(1):
+        after_prefix, causal = attended(prefix, steps, 0.1), attend_causal(query, key, value, 0.1)
+    with threads(4):
+        assert all(map(torch.equal, attended(prefix, steps, 0.1), after_prefix))
+        assert torch.equal(attend_causal(query, key, value, 0.1), causal)
+
+
+@needs_kernel
 @pytest.mark.parametrize("num_early", [1, 2])
 @pytest.mark.usefixtures("new_memory_is_no_number")
 def test_rows_that_part_take_their_tokens_along(num_early: int) -> None:
