@@ -157,17 +157,10 @@ def test_a_model_is_tried_with_logits_as_they_are(
         return plain(model, way)
 
     monkeypatch.setattr(prefix_steps, "_try", watched)
-    draw = lm.sample_chunk_with_features if with_features else lm.sample_chunk
-    draw(
-        prefix_ids_GP=torch.tensor([[3, 4, 5]]),
-        prefix_numbers=[0],
-        first_sample=0,
-        num_samples=2,
-        num_tokens=3,
-        seed=0,
-        truncation=UNTRUNCATED,
-        stop_at_end=False,
-    )
+    if with_features:
+        drawn(lm)
+    else:
+        lm.sample(torch.tensor(toys.prompt_ids()), 2, 3, seed=0)
     assert taken_over == [False]
 
 

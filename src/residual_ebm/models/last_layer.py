@@ -78,7 +78,7 @@ def relative_logits(model: PreTrainedModel) -> Iterator[None]:
         if factor.dtype.itemsize < 4 and ends_in_a_plain_layer(factor)
     ]
     # One that somebody else has taken over already is left alone; factors may have one in common.
-    ours = {id(layer): layer for layer in layers if "forward" not in vars(layer)}.values()
+    ours = dict.fromkeys(layer for layer in layers if "forward" not in vars(layer))
     for layer in ours:
         layer.forward = partial(_less_a_guess, layer.weight)
     try:
