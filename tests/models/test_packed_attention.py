@@ -3,14 +3,13 @@
 Shapes: N rows, G prefixes, H heads, K heads of keys and values, D head size, P tokens of a prefix.
 """
 
-import functools
 import shutil
 import tempfile
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from pathlib import Path
 from typing import Any
 
+import kernels
 import pytest
 import torch
 import toys
@@ -18,36 +17,19 @@ from torch import Tensor
 from transformers import DynamicCache
 
 from residual_ebm.models import compiled, packed_attention, shared_prefix
-from residual_ebm.models.amx import processor_lists
 from residual_ebm.models.decoding import UNTRUNCATED
 from residual_ebm.models.language_model import LanguageModel
-from residual_ebm.models.packed_attention import PackedLayer, attend_causal, can_attend
+from residual_ebm.models.packed_attention import (
+    PackedLayer,
+    attend_both_ways,
+    attend_causal,
+    can_attend,
+)
 
+kernel = kernels.kernel
 needs_kernel = pytest.mark.usefixtures("kernel")
 needs_compiler = pytest.mark.usefixtures("can_build")
 Step = tuple[Tensor, Tensor, Tensor]  # query (N, H, 1, D), key and value (N, K, 1, D)
-
-
-@functools.cache
-def kernel_here() -> packed_attention._Kernel | None:
-    """On other processors with AVX-512, the same source with its instructions written out."""
-    known = packed_attention._kernel()
-    if known is not None or not processor_lists("avx512f"):
-        return known
-    header = Path(__file__).with_name("pairs_one_by_one.h")
-    flags = [flag for flag in packed_attention._FLAGS if "bf16" not in flag]
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(packed_attention, "processor_lists", lambda _feature: True)
-        patch.setattr(packed_attention, "_FLAGS", [*flags, "-include", str(header)])
-        return packed_attention._kernel.__wrapped__()
-
-
-@pytest.fixture
-def kernel(monkeypatch: pytest.MonkeyPatch) -> None:
-    known = kernel_here()
-    if known is None:
-        pytest.skip("no AVX-512 here, or no compiler")
-    monkeypatch.setattr(packed_attention, "_kernel", lambda: known)
 
 
 @pytest.fixture
@@ -194,6 +176,65 @@ def test_causal_attention_is_that_of_float32(
     assert torch.equal(attend_causal(query[:1], key[:1], value[:1], size**-0.5), out[:1])
     with threads(3):
         assert torch.equal(attend_causal(query, key, value, size**-0.5), out)
+
+
+@needs_kernel
+@pytest.mark.parametrize(
+    ("lengths", "kv_heads", "repeats", "size"),
+    [
+        ((176, 150, 161), 12, 1, 32),  # MiniLM's heads
+        ((120, 1, 16, 17, 0), 3, 3, 64),
+        ((1,), 2, 1, 16),
+        ((33, 32), 1, 40, 32),  # more queries of a head of keys than go together
+        ((201, 7), 2, 1, 192),
+        ((9, 9), 1, 5, 80),
+    ],
+)
+@pytest.mark.parametrize("sharp", [0.0, 1.0, 20.0])
+@pytest.mark.usefixtures("new_memory_is_no_number")
+def test_attention_both_ways_is_that_of_float32(
+    lengths: tuple[int, ...], kv_heads: int, repeats: int, size: int, sharp: float
+) -> None:
+    shape, length_N = (len(lengths), max(lengths)), torch.tensor(lengths)
+    query = random(*shape, kv_heads * repeats, size, seed=0, scale=sharp).transpose(1, 2)
+    key, value = (random(*shape, kv_heads, size, seed=seed).transpose(1, 2) for seed in (1, 2))
+    own_NL = torch.arange(shape[1]) < length_N[:, None]
+    padding_N1L1 = ~own_NL[:, None, :, None]
+    # Padding is not even looked at.
+    given = [states.masked_fill(padding_N1L1, torch.nan) for states in (query, key, value)]
+    scale = size**-0.5
+    out = attend_both_ways(given[0], given[1], given[2], length_N, scale)
+    assert not out[~own_NL].any()
+    score = query.float() @ key.float().repeat_interleave(repeats, 1).mT * scale
+    mass = score.masked_fill(~own_NL[:, None, None], -torch.inf).softmax(-1)
+    expected = (mass @ value.float().repeat_interleave(repeats, 1)).transpose(1, 2)[own_NL]
+    torch.testing.assert_close(out[own_NL].float(), expected, rtol=2**-7, atol=2**-7)
+    assert float((out[own_NL].float() - expected).square().mean().sqrt()) < 2**-9
+    # Neither rows nor padding beside a row change a bit of it, nor do threads.
+    alone = [states[:1, :, : lengths[0]] for states in given]
+    by_itself = attend_both_ways(alone[0], alone[1], alone[2], length_N[:1], scale)
+    assert torch.equal(by_itself[0], out[0, : lengths[0]])
+    with threads(3):
+        again = attend_both_ways(given[0], given[1], given[2], length_N, scale)
+    assert torch.equal(again, out)
+
+
+@needs_kernel
+@pytest.mark.parametrize(
+    "length_N",
+    [
+        torch.tensor([5, 6]),
+        torch.tensor([5, -1]),
+        torch.tensor([5]),
+        torch.tensor([5.0, 5.0]),
+        torch.tensor([5, 5], dtype=torch.int32),
+    ],
+    ids=["longer than the row", "negative", "of fewer rows", "float", "32 bits"],
+)
+def test_lengths_that_rows_cannot_have_are_refused(length_N: Tensor) -> None:
+    states = random(2, 1, 5, 16, seed=0)
+    with pytest.raises(ValueError, match="does not take"):
+        attend_both_ways(states, states, states, length_N, 1.0)
 
 
 @needs_kernel

@@ -109,10 +109,11 @@ def language_model(model_type: str = "llama") -> LanguageModel:
     return LanguageModel(causal_model(model_type), word_tokenizer(), f"toy {model_type}")
 
 
-def bert(tokenizer: PreTrainedTokenizerFast, seed: int = 0) -> PreTrainedModel:
+def bert(tokenizer: PreTrainedTokenizerFast, seed: int = 0, **changes: object) -> PreTrainedModel:
+    sizes = {**_FULL, "vocab_size": len(tokenizer), "max_position_embeddings": 3 * CONTEXT}
     config = AutoConfig.for_model(
         "bert",
-        **{**_FULL, "vocab_size": len(tokenizer), "max_position_embeddings": 3 * CONTEXT},
+        **{**sizes, **changes},
         pad_token_id=int(tokenizer.pad_token_id),
     )
     with torch_seed(seed, "bert"):

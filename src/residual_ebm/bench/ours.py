@@ -19,10 +19,10 @@ from residual_ebm.estimation.nce import nce_loss
 from residual_ebm.estimation.partition import log_partition_bounds
 from residual_ebm.models.compiled import compiled_training
 from residual_ebm.models.decoding import Truncation
-from residual_ebm.models.device import quick_backward
 from residual_ebm.models.energy import EnergyInfo, EnergyModel
 from residual_ebm.models.language_model import LanguageModel, continuation_mask
 from residual_ebm.models.loading import load_pretrained, load_tokenizer
+from residual_ebm.models.quick_attention import quick_backward
 from residual_ebm.models.training import TrainingLog, train
 from residual_ebm.models.vocabulary_loss import next_token_loss
 from residual_ebm.progress import QUIET

@@ -1,15 +1,10 @@
-"""Where, in which numeric type and with which attention the networks run."""
+"""Where and in which numeric type the networks run."""
 
 import functools
-import itertools
 import os
 import time
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
 
 import torch
-from torch import nn
-from transformers import PreTrainedModel
 
 from residual_ebm.config import Precision, Recipe
 from residual_ebm.errors import UserError
@@ -17,9 +12,6 @@ from residual_ebm.models.amx import has_amx
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
 _CLEARLY = 1.25  # times as quick
-# Tokens. Forward and backward, milliseconds for 2,560 tokens in 9 heads of 64 numbers, plain and
-# fused: 22 and 49 in blocks of 160, 27 and 45 of 256, 62 and 73 of 512, 80 and 71 of 1,024.
-_PLAIN_UP_TO = 512
 
 
 def resolve_precision(precision: Precision, device: str = "auto") -> Precision:
@@ -67,42 +59,4 @@ def use_recipe_threads(recipe: Recipe) -> None:
     torch.set_num_threads(recipe.threads)
 
 
-@contextmanager
-def quick_backward(network: nn.Module, length: int) -> Iterator[None]:
-    """On a CPU the backward pass of fused attention is slower than that of plain products, as long
-    as blocks are short: their weights take memory by the square of the length."""
-    with _plain_attention(network, lambda _model: length <= _PLAIN_UP_TO):
-        yield
-
-
-@contextmanager
-def quick_scoring(network: nn.Module) -> Iterator[None]:
-    """Without matrix tiles, fused attention multiplies bfloat16 at a fraction of the rate of plain
-    products. The processor decides, not a trial: energies must round alike in every process."""
-    with _plain_attention(network, lambda model: model.dtype == torch.bfloat16 and not has_tiles()):
-        yield
-
-
 has_tiles = functools.cache(has_amx)  # it reads a page for each of a server's many cores
-
-
-@contextmanager
-def _plain_attention(
-    network: nn.Module, wanted: Callable[[PreTrainedModel], bool]
-) -> Iterator[None]:
-    # The first is the outermost, and answers for the models inside it; a head may have none.
-    models = (part for part in network.modules() if isinstance(part, PreTrainedModel))
-    switched = [
-        model
-        for model in itertools.islice(models, 1)
-        if model.device.type == "cpu"
-        and model.config._attn_implementation == "sdpa"
-        and wanted(model)
-    ]
-    for model in switched:
-        model.set_attn_implementation("eager")
-    try:
-        yield
-    finally:
-        for model in switched:
-            model.set_attn_implementation("sdpa")

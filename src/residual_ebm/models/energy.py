@@ -26,7 +26,7 @@ from residual_ebm.files.storage import (
     read_json,
     write_json,
 )
-from residual_ebm.models.device import DTYPES, quick_scoring, resolve_precision
+from residual_ebm.models.device import DTYPES, resolve_precision
 from residual_ebm.models.energy_batches import encoder_batches, rows_at_once
 from residual_ebm.models.energy_inputs import TextBridge, TextInputs
 from residual_ebm.models.energy_networks import HeadEnergy, TransformerEnergy
@@ -34,6 +34,7 @@ from residual_ebm.models.language_model import LanguageModel, TokenFeatures, con
 from residual_ebm.models.layer_states import check_layers
 from residual_ebm.models.loading import context_length, load_pretrained, load_tokenizer
 from residual_ebm.models.prefix_steps import can_share_prefix
+from residual_ebm.models.quick_attention import quick_scoring
 from residual_ebm.models.shared_prefix import prefix_batches
 from residual_ebm.progress import QUIET, Progress
 

@@ -1,6 +1,6 @@
-/* Causal attention of whole rows, and of one new token a row to a prefix that rows share and to
-   each row's own tokens, in bfloat16 with sums in float32, for processors that multiply pairs of
-   bfloat16 (AVX-512 BF16).
+/* Attention within whole rows, causal or both ways, and of one new token a row to a prefix that rows
+   share and to each row's own tokens, in bfloat16 with sums in float32, for processors that multiply
+   pairs of bfloat16 (AVX-512 BF16).
 
    Shapes: N rows, G prefixes, K heads of keys and values, R queries of each, D numbers a head, P
    tokens of a prefix, S own tokens of a row, the newest among them, L tokens of a whole row.
@@ -29,54 +29,96 @@ INLINE const pair *row_of(rows_of_pairs rows, int64_t index) {
     return rows.first + index / rows.heads * rows.row + index % rows.heads * rows.head;
 }
 
-/* A few rows times as many vectors of columns as fit in the registers. */
+/* As many sums as there are registers for, beside those for a column's pairs and a row's. */
+#define SUMS 24
+#define ROWS_AT_ONCE 12
+
+INLINE __m512bh pairs_of(const pair *place) { return (__m512bh)_mm512_loadu_si512(place); }
+
+/* A few rows times a few vectors of columns. */
 INLINE void multiply_tile(const int count, const int vectors, const pair *const *left,
                           int64_t pairs, const pair *right, int64_t right_row, float *out,
                           int64_t out_row, int add) {
-    __m512 sum[3][8];
+    __m512 sum[SUMS];
     for (int i = 0; i < count; i++)
         for (int j = 0; j < vectors; j++)
-            sum[i][j] = add ? _mm512_loadu_ps(out + i * out_row + LANES * j) : _mm512_setzero_ps();
+            sum[i * vectors + j] =
+                add ? _mm512_loadu_ps(out + i * out_row + LANES * j) : _mm512_setzero_ps();
     for (int64_t p = 0; p < pairs; p++) {
-        __m512bh factor[3];
-        for (int i = 0; i < count; i++)
-            factor[i] = (__m512bh)_mm512_set1_epi32((int)left[i][p]);
-        for (int j = 0; j < vectors; j++) {
-            __m512bh column = (__m512bh)_mm512_loadu_si512(right + p * right_row + LANES * j);
+        /* Of factors and columns, the fewer stay in registers. */
+        __m512bh kept[SUMS / 3];
+        if (count < vectors) {
             for (int i = 0; i < count; i++)
-                sum[i][j] = _mm512_dpbf16_ps(sum[i][j], column, factor[i]);
+                kept[i] = (__m512bh)_mm512_set1_epi32((int)left[i][p]);
+            for (int j = 0; j < vectors; j++) {
+                const __m512bh column = pairs_of(right + p * right_row + LANES * j);
+                for (int i = 0; i < count; i++)
+                    sum[i * vectors + j] =
+                        _mm512_dpbf16_ps(sum[i * vectors + j], column, kept[i]);
+            }
+        } else {
+            for (int j = 0; j < vectors; j++)
+                kept[j] = pairs_of(right + p * right_row + LANES * j);
+            for (int i = 0; i < count; i++) {
+                const __m512bh factor = (__m512bh)_mm512_set1_epi32((int)left[i][p]);
+                for (int j = 0; j < vectors; j++)
+                    sum[i * vectors + j] =
+                        _mm512_dpbf16_ps(sum[i * vectors + j], kept[j], factor);
+            }
         }
     }
     for (int i = 0; i < count; i++)
         for (int j = 0; j < vectors; j++)
-            _mm512_storeu_ps(out + i * out_row + LANES * j, sum[i][j]);
+            _mm512_storeu_ps(out + i * out_row + LANES * j, sum[i * vectors + j]);
 }
 
-INLINE void multiply_rows(const int count, rows_of_pairs rows, int64_t first, int64_t pairs,
-                          const pair *right, int64_t right_row, int64_t width, float *out,
-                          int64_t out_row, int add) {
-    const pair *left[3];
-    for (int i = 0; i < count; i++)
-        left[i] = row_of(rows, first + i);
-    int64_t column = 0;
-    out += first * out_row;
-    for (; column + 8 * LANES <= width; column += 8 * LANES)
-        multiply_tile(count, 8, left, pairs, right + column, right_row, out + column, out_row, add);
-    for (; column + 4 * LANES <= width; column += 4 * LANES)
-        multiply_tile(count, 4, left, pairs, right + column, right_row, out + column, out_row, add);
-    for (; column + LANES <= width; column += LANES)
-        multiply_tile(count, 1, left, pairs, right + column, right_row, out + column, out_row, add);
+INLINE int64_t multiply_rows(const int count, const int vectors, int64_t done, int64_t num_rows,
+                             rows_of_pairs rows, int64_t pairs, const pair *right,
+                             int64_t right_row, float *out, int64_t out_row, int add) {
+    for (; done + count <= num_rows; done += count) {
+        const pair *left[ROWS_AT_ONCE];
+        for (int i = 0; i < count; i++)
+            left[i] = row_of(rows, done + i);
+        multiply_tile(count, vectors, left, pairs, right, right_row, out + done * out_row, out_row,
+                      add);
+    }
+    return done;
+}
+
+INLINE void multiply_columns(const int vectors, int64_t num_rows, rows_of_pairs rows, int64_t pairs,
+                             const pair *right, int64_t right_row, float *out, int64_t out_row,
+                             int add) {
+    const int many = SUMS / vectors < ROWS_AT_ONCE ? SUMS / vectors : ROWS_AT_ONCE;
+    int64_t done = 0;
+    done = multiply_rows(many, vectors, done, num_rows, rows, pairs, right, right_row, out, out_row,
+                         add);
+    if (many > 3)
+        done = multiply_rows(3, vectors, done, num_rows, rows, pairs, right, right_row, out,
+                             out_row, add);
+    multiply_rows(1, vectors, done, num_rows, rows, pairs, right, right_row, out, out_row, add);
 }
 
 /* out (num_rows, width) = rows (num_rows, pairs) x right (pairs, width), or added to what is there.
    How a row's sums are taken does not depend on the rows beside it. */
 static void multiply(int64_t num_rows, rows_of_pairs rows, int64_t pairs, const pair *right,
                      int64_t right_row, int64_t width, float *out, int64_t out_row, int add) {
-    int64_t done = 0;
-    for (; done + 3 <= num_rows; done += 3)
-        multiply_rows(3, rows, done, pairs, right, right_row, width, out, out_row, add);
-    for (; done < num_rows; done++)
-        multiply_rows(1, rows, done, pairs, right, right_row, width, out, out_row, add);
+    int64_t vectors = width / LANES;
+#define COLUMNS(count)                                                                             \
+    do {                                                                                           \
+        multiply_columns(count, num_rows, rows, pairs, right, right_row, out, out_row, add);       \
+        right += (count) * LANES;                                                                  \
+        out += (count) * LANES;                                                                    \
+        vectors -= count;                                                                          \
+    } while (0)
+    while (vectors >= 8)
+        COLUMNS(8);
+    if (vectors >= 4)
+        COLUMNS(4);
+    if (vectors >= 2)
+        COLUMNS(2);
+    if (vectors)
+        COLUMNS(1);
+#undef COLUMNS
 }
 
 /* For x <= 0, to a few units in the last place, and 1e-38 at least: smaller numbers are slow on
@@ -152,7 +194,7 @@ int64_t space_needed(int64_t R, int64_t D, int64_t P, int64_t S) {
     return space_of_queries(R, D, PADDED(P) + PADDED(S));
 }
 
-int64_t causal_space_needed(int64_t R, int64_t D, int64_t L) {
+int64_t whole_space_needed(int64_t R, int64_t D, int64_t L) {
     return PADDED(L) * D + space_of_queries(R, D, PADDED(L));
 }
 
@@ -214,44 +256,49 @@ void attend(const number *query, const number *key, const number *value, pair *o
     }
 }
 
-/* query and out (N, L, K, R, D), key and value (N, L, K, D); no token sees a later one. */
-void attend_causal(const number *query, const number *key, const number *value, number *out,
-                   float *space, int64_t N, int64_t L, int64_t K, int64_t R, int64_t D, float scale,
-                   int32_t threads) {
+/* query and out (N, L, K, R, D), key and value (N, L, K, D), of which the first `lengths` tokens of
+   a row are its own; the rest is padding, which nobody sees and which comes out as zeros. A token
+   sees all of its row, or no later one if `causal`. */
+void attend_whole(const number *query, const number *key, const number *value,
+                  const int64_t *lengths, number *out, float *space, int64_t N, int64_t L,
+                  int64_t K, int64_t R, int64_t D, float scale, int32_t causal, int32_t threads) {
     const int64_t L16 = PADDED(L), together = together_of(R), row = K * R * D;
 #pragma omp parallel num_threads(threads)
     {
-        pair *keys = (pair *)space + omp_get_thread_num() * causal_space_needed(R, D, L);
+        pair *keys = (pair *)space + omp_get_thread_num() * whole_space_needed(R, D, L);
         pair *values = keys + D / 2 * L16;
         float *score = (float *)(values + L16 / 2 * D);
         float *attended = score + together * R * L16;
         number *mass = (number *)(attended + together * R * D);
 #pragma omp for schedule(static)
         for (int64_t item = 0; item < N * K; item++) {
-            const int64_t n = item / K, k = item % K;
-            for (int64_t t = 0; t < L; t++) {
+            const int64_t n = item / K, k = item % K, length = lengths[n];
+            for (int64_t t = 0; t < length; t++) {
                 const int64_t place = ((n * L + t) * K + k) * D;
                 append(keys, values, (const pair *)(key + place), value + place, L16, t, D);
             }
             /* Masses of padding are next to nothing, but times what is no number they are none. */
-            for (int64_t v = (L + 1) / 2 * D; v < L16 / 2 * D; v++)
+            for (int64_t v = (length + 1) / 2 * D; v < L16 / 2 * D; v++)
                 values[v] = 0;
-            for (int64_t first = 0; first < L; first += together) {
-                const int64_t count = L - first < together ? L - first : together;
-                const int64_t width = PADDED(first + count);
+            for (int64_t first = 0; first < length; first += together) {
+                const int64_t count = length - first < together ? length - first : together;
+                const int64_t width = PADDED(causal ? first + count : length);
                 const int64_t place = ((n * L + first) * K + k) * R * D;
                 const rows_of_pairs queries = {(const pair *)(query + place), R, D / 2, row / 2};
                 const rows_of_pairs masses = {(const pair *)mass, 1, 0, width / 2};
                 multiply(count * R, queries, D / 2, keys, L16, width, score, width, 0);
                 for (int64_t i = 0; i < count * R; i++) {
                     float *scores = score + i * width;
-                    for (int64_t t = first + i / R + 1; t < width; t++)
+                    for (int64_t t = causal ? first + i / R + 1 : length; t < width; t++)
                         scores[t] = NEVER;
                     scores[0] = masses_of(scores, mass + i * width, width, scale);
                 }
                 multiply(count * R, masses, width / 2, values, D, D, attended, D, 0);
                 store_attended(count * R, attended, score, width, out + place, R, row, D);
             }
+            for (int64_t t = length; t < L; t++)
+                for (int64_t d = 0; d < R * D; d++)
+                    out[((n * L + t) * K + k) * R * D + d] = 0;
         }
     }
 }

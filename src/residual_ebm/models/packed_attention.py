@@ -41,8 +41,8 @@ _logger = logging.getLogger(__name__)
 class _Kernel(NamedTuple):
     attend: Callable[..., None]
     space_needed: Callable[..., int]
-    attend_causal: Callable[..., None]
-    causal_space_needed: Callable[..., int]
+    attend_whole: Callable[..., None]
+    whole_space_needed: Callable[..., int]
 
 
 def can_attend(query_NHLD: Tensor) -> bool:
@@ -58,25 +58,51 @@ def can_attend(query_NHLD: Tensor) -> bool:
 
 def attend_causal(query_NHLD: Tensor, key_NKLD: Tensor, value_NKLD: Tensor, scale: float) -> Tensor:
     """Attention of each token to those before it and itself, (N, L, H, D)."""
+    num_rows, length = query_NHLD.shape[0], query_NHLD.shape[2]
+    length_N = torch.full((num_rows,), length)
+    return _attend_whole(query_NHLD, key_NKLD, value_NKLD, length_N, scale, causal=True)
+
+
+def attend_both_ways(
+    query_NHLD: Tensor, key_NKLD: Tensor, value_NKLD: Tensor, length_N: Tensor, scale: float
+) -> Tensor:
+    """Attention of each token to all of its row, (N, L, H, D). What lies behind a row's length is
+    padding: nobody sees it, and its own outcome is zero."""
+    return _attend_whole(query_NHLD, key_NKLD, value_NKLD, length_N, scale, causal=False)
+
+
+def _attend_whole(
+    query_NHLD: Tensor,
+    key_NKLD: Tensor,
+    value_NKLD: Tensor,
+    length_N: Tensor,
+    scale: float,
+    *,
+    causal: bool,
+) -> Tensor:
     kernel = _kernel()
     assert kernel is not None
     num_rows, num_heads, length, size = query_NHLD.shape
     kv_heads = key_NKLD.shape[1]
     # As projections have made them, and as the next one takes it.
     given = [part.transpose(1, 2).contiguous() for part in (query_NHLD, key_NKLD, value_NKLD)]
+    length_N = length_N.contiguous()
     _refuse_unless(
         key_NKLD.shape == value_NKLD.shape == (num_rows, kv_heads, length, size)
         and num_heads % kv_heads == 0
         and all(states.dtype == torch.bfloat16 for states in given)
         and scale > 0
+        and length_N.dtype == torch.int64
+        and length_N.shape == (num_rows,)
+        and bool(((length_N >= 0) & (length_N <= length)).all())
     )
     threads = torch.get_num_threads()
     sizes = (num_heads // kv_heads, size)
-    needed = threads * kernel.causal_space_needed(*sizes, length)
+    needed = threads * kernel.whole_space_needed(*sizes, length)
     space = query_NHLD.new_empty(needed, dtype=torch.float32)
     out_NLHD = query_NHLD.new_empty(num_rows, length, num_heads, size)
-    pointers = (states.data_ptr() for states in (*given, out_NLHD, space))
-    kernel.attend_causal(*pointers, num_rows, length, kv_heads, *sizes, scale, threads)
+    pointers = (states.data_ptr() for states in (*given, length_N, out_NLHD, space))
+    kernel.attend_whole(*pointers, num_rows, length, kv_heads, *sizes, scale, causal, threads)
     return out_NLHD
 
 
@@ -112,20 +138,18 @@ def _kernel() -> _Kernel | None:
 
 
 def _declared(library: ctypes.CDLL) -> _Kernel:
-    for function, pointers, sizes in ((library.attend, 9, 8), (library.attend_causal, 5, 5)):
-        function.argtypes = [
-            *[ctypes.c_void_p] * pointers,
-            *[ctypes.c_int64] * sizes,
-            ctypes.c_float,  # scale
-            ctypes.c_int32,  # threads
-        ]
+    pointer, size, flag = ctypes.c_void_p, ctypes.c_int64, ctypes.c_int32
+    scale, threads = ctypes.c_float, ctypes.c_int32
+    library.attend.argtypes = [*[pointer] * 9, *[size] * 8, scale, threads]
+    library.attend_whole.argtypes = [*[pointer] * 6, *[size] * 5, scale, flag, threads]
+    for function in (library.attend, library.attend_whole):
         function.restype = None
-    library.space_needed.argtypes = [ctypes.c_int64] * 4
-    library.causal_space_needed.argtypes = [ctypes.c_int64] * 3
-    for needed in (library.space_needed, library.causal_space_needed):
-        needed.restype = ctypes.c_int64
+    library.space_needed.argtypes = [size] * 4
+    library.whole_space_needed.argtypes = [size] * 3
+    for needed in (library.space_needed, library.whole_space_needed):
+        needed.restype = size
     return _Kernel(
-        library.attend, library.space_needed, library.attend_causal, library.causal_space_needed
+        library.attend, library.space_needed, library.attend_whole, library.whole_space_needed
     )
 
 

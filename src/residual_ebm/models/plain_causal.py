@@ -10,20 +10,20 @@ def may_share_prefix(model: PreTrainedModel, length: int) -> bool:
     """Whether, by all that a model says of itself, its attention is plain in passages of so many
     tokens."""
     return (
-        all(getattr(part, "_supports_attention_backend", False) for part in _parts(model))
+        all(getattr(part, "_supports_attention_backend", False) for part in parts_of(model))
         and all(_attends_to_everything(config, length) for config in configs_of(model))
         # Sinks: a learnt share of attention that goes to no token.
         and not any(hasattr(module, "sinks") for module in model.modules())
     )
 
 
-def _parts(model: PreTrainedModel) -> list[PreTrainedModel]:
+def parts_of(model: PreTrainedModel) -> list[PreTrainedModel]:
     """A model and the models inside it."""
     return [module for module in model.modules() if isinstance(module, PreTrainedModel)]
 
 
 def configs_of(model: PreTrainedModel) -> list[PretrainedConfig]:
-    return list({id(part.config): part.config for part in _parts(model)}.values())
+    return list({id(part.config): part.config for part in parts_of(model)}.values())
 
 
 def _attends_to_everything(config: PretrainedConfig, length: int) -> bool:

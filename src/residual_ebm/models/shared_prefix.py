@@ -14,7 +14,6 @@ a row has so far, H heads, K heads of keys and values, R = H / K, D head size.
 """
 
 import itertools
-import math
 from collections.abc import Iterator
 from contextlib import contextmanager
 from contextvars import ContextVar
@@ -31,14 +30,12 @@ from transformers import (
 from transformers.cache_utils import DynamicLayer
 from transformers.masking_utils import AttentionMaskInterface
 
+from residual_ebm.models.attention_interface import attention_named, scale_of_plain_scores
 from residual_ebm.models.compiled import FROM_ROWS, compiled_instead_of
 from residual_ebm.models.device import has_tiles
 from residual_ebm.models.packed_attention import PackedLayer, attend_causal, can_attend
-from residual_ebm.models.plain_causal import configs_of
 
 _NAME, _CAUSAL = "residual_ebm_shared_prefix", "residual_ebm_causal"
-# What models hand to attention that makes its scores others than products of queries and keys.
-_CHANGES_SCORES = ("softcap", "s_aux", "position_bias")
 
 
 class _Layer:
@@ -125,28 +122,16 @@ def shared_prefix(model: PreTrainedModel, cache: AfterPrefix) -> Iterator[None]:
     """Within, the model's rows attend to the prefix in `cache` and to their own tokens."""
     token = _layers.set(cache.own)
     try:
-        with _attention_named(model, _NAME):
+        with attention_named(model, _NAME):
             yield
     finally:
         _layers.reset(token)
 
 
 @contextmanager
-def _attention_named(model: PreTrainedModel, name: str) -> Iterator[None]:
-    before = [(config, config._attn_implementation) for config in configs_of(model)]
-    for config, _ in before:
-        config._attn_implementation = name
-    try:
-        yield
-    finally:
-        for config, implementation in before:
-            config._attn_implementation = implementation
-
-
-@contextmanager
 def causal_prefix(model: PreTrainedModel) -> Iterator[None]:
     """Within, a model that may share its prefixes reads them."""
-    with _attention_named(model, _CAUSAL):
+    with attention_named(model, _CAUSAL):
         yield
 
 
@@ -219,7 +204,8 @@ def _attend(
     scaling: float | None = None,
     **named: Any,
 ) -> tuple[Tensor, None]:
-    scale = _scale_of_plain_scores(query, attention_mask, scaling, named)
+    assert attention_mask is None
+    scale = scale_of_plain_scores(query, scaling, named)
     layer: int = module.layer_idx  # type: ignore[assignment]
     return _operator(query, key, value, layer, scale), None
 
@@ -233,24 +219,14 @@ def _attend_causal(
     scaling: float | None = None,
     **named: Any,
 ) -> tuple[Tensor, None]:
-    scale = _scale_of_plain_scores(query, attention_mask, scaling, named)
+    assert attention_mask is None
+    scale = scale_of_plain_scores(query, scaling, named)
     if can_attend(query):
         return attend_causal(query, key, value, scale), None
     out_NHLD = nn.functional.scaled_dot_product_attention(
         query, key, value, is_causal=True, scale=scale, enable_gqa=query.shape[1] > key.shape[1]
     )
     return out_NHLD.transpose(1, 2).contiguous(), None
-
-
-def _scale_of_plain_scores(
-    query: Tensor, attention_mask: Tensor | None, scaling: float | None, named: dict[str, Any]
-) -> float:
-    """Refuses what would make scores others than products of queries and keys."""
-    assert attention_mask is None
-    for name in _CHANGES_SCORES:
-        if named.get(name) is not None:
-            raise ValueError(f"{name}: not known to attention after a shared prefix")
-    return 1 / math.sqrt(query.shape[-1]) if scaling is None else scaling
 
 
 def _attend_after_prefix(

@@ -11,8 +11,8 @@ from residual_ebm.config import TrainingConfig
 from residual_ebm.errors import UserError
 from residual_ebm.files.run_directory import RunDirectory, resume_folder
 from residual_ebm.models.compiled import compiled_training
-from residual_ebm.models.device import quick_backward
 from residual_ebm.models.loading import context_length, train_every_embedding
+from residual_ebm.models.quick_attention import quick_backward
 from residual_ebm.models.training import History, train
 from residual_ebm.stages.learning_rates import choose_learning_rate
 from residual_ebm.stages.training_log import training_log
