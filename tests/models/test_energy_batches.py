@@ -128,6 +128,7 @@ def test_batches_are_padded_to_lengths_that_fill_registers() -> None:
     bridge = toys.trained_energy("bit_bpe")._bridge
     assert bridge is not None
     assert [bridge.pad([[5] * length]).ids_BL.shape[1] for length in (1, 16, 17)] == [16, 16, 32]
+    assert bridge.pad([[5] * 17, [5]], lengths_of=1).ids_BL.shape[1] == 17
     bridge._context_length = 20
     assert bridge.pad([[5] * 17]).ids_BL.shape[1] == 20
 

@@ -1,5 +1,7 @@
 """Networks attend in the way that is quick where they run."""
 
+from typing import Any
+
 import kernels
 import pytest
 import torch
@@ -40,14 +42,22 @@ def no_kernel(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def scored_with(energy: EnergyModel) -> set[str]:
-    """The attention that its network has while it scores."""
+    """The attention that its network has while it scores; it need not pad what the kernel reads."""
     backbone = backbone_of(energy)
     ids_BT = torch.full((4, toys.BLOCK_LENGTH), 3)
     energy.energy(ids_BT)  # may try what it has never tried
     seen: set[str] = set()
-    backbone.register_forward_pre_hook(lambda *_: seen.add(backbone.config._attn_implementation))
+    lengths: set[int] = set()
+
+    def note(_model: object, _given: object, output: Any) -> None:
+        seen.add(backbone.config._attn_implementation)
+        lengths.add(output.last_hidden_state.shape[1])
+
+    backbone.register_forward_hook(note)
     energy.energy(ids_BT)
     assert backbone.config._attn_implementation == "sdpa"
+    if energy._bridge is not None and not energy._bridge.same:
+        assert {length % 16 == 0 for length in lengths} == {seen != {BY_KERNEL}}
     return seen
 
 

@@ -28,7 +28,7 @@ from residual_ebm.files.storage import (
 )
 from residual_ebm.models.device import DTYPES, resolve_precision
 from residual_ebm.models.energy_batches import encoder_batches, rows_at_once
-from residual_ebm.models.energy_inputs import TextBridge, TextInputs
+from residual_ebm.models.energy_inputs import FULL_REGISTERS, TextBridge, TextInputs
 from residual_ebm.models.energy_networks import HeadEnergy, TransformerEnergy
 from residual_ebm.models.language_model import LanguageModel, TokenFeatures, continuation_mask
 from residual_ebm.models.layer_states import check_layers
@@ -246,9 +246,11 @@ class EnergyModel:
         """Energies of blocks, float32; `length_B` counts a block's tokens without padding, and
         `prefix_length` is for prefixes of another length than the energy was trained on."""
         energy_B = torch.empty(len(ids_BT), device=self.language_model.device)
-        attention = quick_scoring(self.network) if self.info.kind == "bit" else nullcontext()
-        with progress.bar("scoring", len(ids_BT)) as bar, attention:
-            for rows, part in self._batches(ids_BT, length_B, prefix_length, batch_size):
+        bidirectional = self.info.kind == "bit"
+        attention = quick_scoring(self.network) if bidirectional else nullcontext(FULL_REGISTERS)
+        with progress.bar("scoring", len(ids_BT)) as bar, attention as lengths_of:
+            batches = self._batches(ids_BT, length_B, prefix_length, batch_size, lengths_of)
+            for rows, part in batches:
                 energy_B[rows] = part.float()
                 bar.advance(len(part))
         return energy_B
@@ -259,12 +261,13 @@ class EnergyModel:
         length_B: Tensor | None,
         prefix_length: int | None,
         batch_size: int,
+        lengths_of: int,
     ) -> Iterator[tuple[Any, Tensor]]:
         """Energies of some blocks at a time, with where they belong."""
         device = self.language_model.device
         if self._bridge is not None and not self._bridge.same and len(ids_BT):
             for rows_B, inputs in encoder_batches(
-                self._bridge, ids_BT, length_B, batch_size, device
+                self._bridge, ids_BT, length_B, batch_size, device, lengths_of
             ):
                 yield rows_B, self.network(TextInputs(*(part.to(device) for part in inputs)))
             return

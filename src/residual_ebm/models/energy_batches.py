@@ -12,7 +12,7 @@ from concurrent.futures import ThreadPoolExecutor
 import torch
 from torch import Tensor
 
-from residual_ebm.models.energy_inputs import TextBridge, TextInputs
+from residual_ebm.models.energy_inputs import FULL_REGISTERS, TextBridge, TextInputs
 
 _BATCHES_AT_ONCE = 8  # blocks of so many batches are encoded together and sorted by length
 _TOKENS_AT_ONCE = 4096  # on a CPU: what a layer hands to the next stays in the processor's cache
@@ -31,8 +31,9 @@ def encoder_batches(
     length_B: Tensor | None,
     batch_size: int,
     device: torch.device,
+    lengths_of: int = FULL_REGISTERS,
 ) -> Iterator[tuple[Tensor, TextInputs]]:
-    """Which blocks, and what the encoder reads of them."""
+    """Which blocks, and what the encoder reads of them, padded to a multiple of `lengths_of`."""
     # By the language model's own tokens: how many the encoder makes of them is not known yet.
     size = _BATCHES_AT_ONCE * rows_at_once(batch_size, ids_BT.shape[1], device)
     pieces = [slice(start, start + size) for start in range(0, len(ids_BT), size)]
@@ -51,5 +52,5 @@ def encoder_batches(
             at_once = rows_at_once(batch_size, longest, device)
             for start in range(0, len(order), at_once):
                 rows = order[start : start + at_once]
-                inputs = bridge.pad([encoded[row] for row in rows])
+                inputs = bridge.pad([encoded[row] for row in rows], lengths_of)
                 yield piece.start + torch.tensor(rows), inputs

@@ -15,8 +15,9 @@ from transformers import PreTrainedTokenizerFast
 
 from residual_ebm.errors import UserError
 
-# Attention over a length that does not fill the processor's registers takes up to twice as long.
-_LENGTHS_OF = 16
+# torch's attention over a length that does not fill the processor's registers takes up to twice as
+# long.
+FULL_REGISTERS = 16
 
 
 class TextInputs(NamedTuple):
@@ -90,9 +91,10 @@ class TextBridge:
         """What the network reads of each block, without padding."""
         return [self._fitting(ids) for ids in self._encode(ids_BT, length_B)]
 
-    def pad(self, encoded: list[list[int]]) -> TextInputs:
+    def pad(self, encoded: list[list[int]], lengths_of: int = FULL_REGISTERS) -> TextInputs:
+        """One batch, of the least length that is a multiple of `lengths_of`."""
         longest = max(len(ids) for ids in encoded)
-        longest += -longest % _LENGTHS_OF
+        longest += -longest % lengths_of
         if self._context_length is not None:
             longest = min(longest, self._context_length)
         ids_BL = torch.full((len(encoded), longest), self._padding, dtype=torch.int64)

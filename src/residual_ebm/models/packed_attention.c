@@ -121,21 +121,17 @@ static void multiply(int64_t num_rows, rows_of_pairs rows, int64_t pairs, const 
 #undef COLUMNS
 }
 
-/* For x <= 0, to a few units in the last place, and 1e-38 at least: smaller numbers are slow on
-   some processors. What is no number stays none. */
-INLINE __m512 exponential(__m512 x) {
-    x = _mm512_max_ps(_mm512_set1_ps(-87.0f), x);
-    __m512 power = _mm512_roundscale_ps(_mm512_mul_ps(x, _mm512_set1_ps(1.44269504f)), 0);
-    __m512 rest = _mm512_fnmadd_ps(power, _mm512_set1_ps(0.693145752f), x); /* ln 2, in two parts */
-    rest = _mm512_fnmadd_ps(power, _mm512_set1_ps(1.42860677e-6f), rest);
-    __m512 series = _mm512_set1_ps(1.0f / 720);
-    series = _mm512_fmadd_ps(series, rest, _mm512_set1_ps(1.0f / 120));
-    series = _mm512_fmadd_ps(series, rest, _mm512_set1_ps(1.0f / 24));
-    series = _mm512_fmadd_ps(series, rest, _mm512_set1_ps(1.0f / 6));
-    series = _mm512_fmadd_ps(series, rest, _mm512_set1_ps(0.5f));
-    series = _mm512_fmadd_ps(series, rest, _mm512_set1_ps(1.0f));
-    series = _mm512_fmadd_ps(series, rest, _mm512_set1_ps(1.0f));
-    return _mm512_scalef_ps(series, power);
+/* 2^x for x <= 0, to 3e-6 of it, where masses are rounded to 2e-3; and 1e-38 at least: smaller
+   numbers are slow on some processors. What is no number stays none. */
+INLINE __m512 power_of_two(__m512 x) {
+    x = _mm512_max_ps(_mm512_set1_ps(-126.0f), x);
+    const __m512 whole = _mm512_roundscale_ps(x, 0), rest = _mm512_sub_ps(x, whole);
+    __m512 series = _mm512_set1_ps(9.5701022e-3f); /* least largest error for rests up to a half */
+    series = _mm512_fmadd_ps(series, rest, _mm512_set1_ps(5.59178628e-2f));
+    series = _mm512_fmadd_ps(series, rest, _mm512_set1_ps(0.240247443f));
+    series = _mm512_fmadd_ps(series, rest, _mm512_set1_ps(0.693121791f));
+    series = _mm512_fmadd_ps(series, rest, _mm512_set1_ps(0.999999285f));
+    return _mm512_scalef_ps(series, whole);
 }
 
 INLINE void store_rounded(number *to, __m512 values) {
@@ -148,9 +144,10 @@ INLINE float masses_of(const float *score, number *mass, int64_t width, float sc
     for (int64_t t = 0; t < width; t += LANES)
         largest = _mm512_max_ps(largest, _mm512_loadu_ps(score + t));
     largest = _mm512_set1_ps(_mm512_reduce_max_ps(largest));
+    const __m512 binary_scale = _mm512_set1_ps(1.44269504f * scale);
     for (int64_t t = 0; t < width; t += LANES) {
         __m512 below = _mm512_sub_ps(_mm512_loadu_ps(score + t), largest);
-        __m512 masses = exponential(_mm512_mul_ps(below, _mm512_set1_ps(scale)));
+        __m512 masses = power_of_two(_mm512_mul_ps(below, binary_scale));
         total = _mm512_add_ps(total, masses);
         store_rounded(mass + t, masses);
     }

@@ -10,6 +10,7 @@ from transformers import PreTrainedModel
 
 from residual_ebm.models.device import has_tiles
 from residual_ebm.models.encoder_attention import attends_by_kernel, kernel_attention
+from residual_ebm.models.energy_inputs import FULL_REGISTERS
 
 # Tokens. Forward and backward, milliseconds for 2,560 tokens in 9 heads of 64 numbers, plain and
 # fused: 22 and 49 in blocks of 160, 27 and 45 of 256, 62 and 73 of 512, 80 and 71 of 1,024.
@@ -23,14 +24,23 @@ def quick_backward(network: nn.Module, length: int) -> AbstractContextManager[No
     return nullcontext() if model is None or length > _PLAIN_UP_TO else _plain(model)
 
 
-def quick_scoring(network: nn.Module) -> AbstractContextManager[None]:
+@contextmanager
+def quick_scoring(network: nn.Module) -> Iterator[int]:
     """Without matrix tiles, fused attention multiplies bfloat16 at a fraction of the rate of plain
     products, and these wait for memory between them where our kernel does not. The processor
-    decides, not the clock: energies must round alike in every process."""
+    decides, not the clock: energies must round alike in every process.
+
+    Gives what rows should have a multiple of tokens of: the kernel takes them as they are.
+    """
     model = _fused_on_cpu(network)
     if model is None or model.dtype != torch.bfloat16 or has_tiles():
-        return nullcontext()
-    return kernel_attention(model) if attends_by_kernel(model) else _plain(model)
+        yield FULL_REGISTERS
+    elif attends_by_kernel(model):
+        with kernel_attention(model):
+            yield 1
+    else:
+        with _plain(model):
+            yield FULL_REGISTERS
 
 
 def _fused_on_cpu(network: nn.Module) -> PreTrainedModel | None:
