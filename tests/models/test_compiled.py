@@ -258,7 +258,7 @@ def test_rows_that_become_many_on_the_way_decode_what_plain_ones_do(
     """Samples that begin alike are few rows at first, which are not compiled."""
     model = random_model("llama")
     rows_of_passes: list[int] = []
-    layer = compiled._repeated_layers(model)[0]
+    layer = compiled.repeated_layers(model)[0]
     layer.register_forward_pre_hook(lambda _layer, inputs: rows_of_passes.append(len(inputs[0])))
 
     def decoded() -> Decoded:

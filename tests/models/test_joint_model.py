@@ -255,6 +255,7 @@ def test_every_prefix_of_a_perplexity_has_its_own_proposals() -> None:
 
     class Recorder(JointModel):
         def propose(self, *args: object, **arguments: object) -> ScoredSet:
+            assert arguments["out_of"] == 2 * 64
             seen.append(propose(*args, **arguments).proposals.ids_NT)
             return propose(*args, **arguments)
 

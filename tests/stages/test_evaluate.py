@@ -6,6 +6,7 @@ from typing import Any
 import pytest
 
 from residual_ebm.files.run_directory import RunDirectory
+from residual_ebm.models.energy import EnergyModel
 from residual_ebm.stages import evaluate
 
 
@@ -47,3 +48,26 @@ def test_an_energy_scaled_by_one_is_no_second_row(
     rows = run_dir.read_results()["joint_models"]
     assert [row["scaled"] for row in rows] == ([False, True] if is_shown else [False]) * 3
     assert not any("x1.00" in row["name"] for row in rows)
+
+
+def test_a_network_is_told_how_much_there_is_to_read_in_all(
+    tiny_copy: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Also where an interrupted run has most of it already: it must round as it did."""
+    run_dir = RunDirectory(tiny_copy)
+    recipe = run_dir.recipe()
+    run_dir.results.unlink()
+    folder = run_dir.log_weights("bit", "test")
+    (folder / "manifest.json").unlink()
+    sorted(folder.glob("shard-*.arrow"))[-1].unlink()
+    told: list[int] = []
+    energy = EnergyModel.energy
+
+    def watched(model: EnergyModel, *blocks: Any, **options: Any) -> Any:
+        told.append(options["out_of"])
+        return energy(model, *blocks, **options)
+
+    monkeypatch.setattr(EnergyModel, "energy", watched)
+    evaluate.run(recipe, run_dir)
+    proposals = recipe.proposals
+    assert told == [proposals.num_test_prefixes * proposals.num_samples] * 2  # a shard, real text

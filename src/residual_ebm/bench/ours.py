@@ -27,7 +27,8 @@ from residual_ebm.models.training import TrainingLog, train
 from residual_ebm.models.vocabulary_loss import next_token_loss
 from residual_ebm.progress import QUIET
 
-_LONG = 10**8  # tokens: what is worth compiling in a real training is compiled here
+# Tokens or blocks: what is worth compiling in a real training or evaluation is compiled here.
+_LONG = 10**8
 _NO_LOG = TrainingLog(write=lambda _step, _values: None, rewind=lambda _step: None)
 
 
@@ -79,7 +80,7 @@ def score(
     energy = _encoder_energy(model, encoder, length, precision)
     energy.network.to(energy.language_model.model.dtype)
     ids_BT = real_blocks(text, energy.language_model.tokenizer, num_blocks, length)
-    return Work(lambda: energy.energy(ids_BT, batch_size=batch_size), num_blocks)
+    return Work(lambda: energy.energy(ids_BT, batch_size=batch_size, out_of=_LONG), num_blocks)
 
 
 def train_lm(
@@ -184,7 +185,8 @@ def evaluate(
                 return energy.of_features(features, mask_NC)
         decoded = language_model.sample_chunk(**arguments)
         prefix_NP = prefix_GP.expand(len(decoded.ids_NC), -1)
-        return energy.energy(torch.cat([prefix_NP, decoded.ids_NC], dim=1), batch_size=batch_size)
+        blocks_NT = torch.cat([prefix_NP, decoded.ids_NC], dim=1)
+        return energy.energy(blocks_NT, batch_size=batch_size, out_of=num_samples)
 
     def run() -> None:
         parts = [energies_of(first).float() for first in range(0, num_samples, chunk_size)]

@@ -53,7 +53,7 @@ def compiled_instead_of(
     """
 
     def decorate(function: Function) -> Function:
-        fused = _compile(function)
+        fused = compile_whole(function)
 
         @wraps(plain)
         def choose(*arguments: Any) -> Any:
@@ -65,8 +65,8 @@ def compiled_instead_of(
                 kind = (fused, *((part.dtype, part.shape) for part in shown))
                 if kind not in _shown:
                     _shown.add(kind)
-                    _try(fused, plain, *shown)
-            return _try(fused, plain, *arguments)
+                    try_compiled(fused, plain, *shown)
+            return try_compiled(fused, plain, *arguments)
 
         return choose  # type: ignore[return-value]
 
@@ -78,7 +78,7 @@ def compiled_layers(model: PreTrainedModel, num_rows: int) -> Iterator[None]:
     """Within, the layers that a model repeats run compiled: one compilation serves them all."""
     hidden = num_rows * int(getattr(model.config, "hidden_size", None) or 0)
     if _pays(model.device, num_rows, hidden, _FROM_HIDDEN):
-        with _forwards_replaced(_repeated_layers(model), dynamic=True):
+        with forwards_replaced(repeated_layers(model), partial(_compiled, dynamic=True)):
             yield
     else:
         yield
@@ -94,12 +94,12 @@ def compiled_training(
     alone: the compiler's random numbers cost more than its loops gain.
     """
     models = [part for part in network.modules() if isinstance(part, PreTrainedModel)][:1]
-    layers = [layer for model in models for layer in _repeated_layers(model)]
+    layers = [layer for model in models for layer in repeated_layers(model)]
     weights = sum(weight.numel() for layer in layers for weight in layer.parameters())
     on_cpu = all(model.device.type == "cpu" for model in models)
     pays = on_cpu and num_tokens * weights >= _FROM_TRAINED
     if pays and not (dropout and any(map(_drops_out, layers))):
-        with _forwards_replaced(layers, dynamic=False):
+        with forwards_replaced(layers, partial(_compiled, dynamic=False)):
             yield
     else:
         yield
@@ -118,7 +118,7 @@ def _numbers(module: nn.Module) -> list[tuple[str, float]]:
     return [(name, value) for name, value in vars(module).items() if isinstance(value, float)]
 
 
-def _repeated_layers(model: PreTrainedModel) -> list[nn.Module]:
+def repeated_layers(model: PreTrainedModel) -> list[nn.Module]:
     """transformers names the layers that must stay whole on one device: those that repeat."""
     names = set(model._no_split_modules or ())
     layers = [module for module in model.modules() if type(module).__name__ in names]
@@ -127,13 +127,12 @@ def _repeated_layers(model: PreTrainedModel) -> list[nn.Module]:
 
 
 @contextmanager
-def _forwards_replaced(layers: list[nn.Module], dynamic: bool) -> Iterator[None]:
+def forwards_replaced(
+    layers: list[nn.Module], instead_of: Callable[[Callable[..., Any]], Callable[..., Any]]
+) -> Iterator[None]:
+    """Within, each layer runs what takes the place of its class's forward, layer first."""
     for layer in layers:
-        plain = type(layer).forward
-        if (plain, dynamic) not in _compiled_forwards:
-            _compiled_forwards[plain, dynamic] = _compile(plain, dynamic)
-        choose = _try if dynamic else _try_to_learn
-        layer.forward = partial(choose, _compiled_forwards[plain, dynamic], plain, layer)
+        layer.forward = partial(instead_of(type(layer).forward), layer)
     try:
         yield
     finally:
@@ -141,11 +140,18 @@ def _forwards_replaced(layers: list[nn.Module], dynamic: bool) -> Iterator[None]
             del layer.forward
 
 
+def _compiled(plain: Callable[..., Any], *, dynamic: bool) -> Callable[..., Any]:
+    if (plain, dynamic) not in _compiled_forwards:
+        _compiled_forwards[plain, dynamic] = compile_whole(plain, dynamic)
+    choose = try_compiled if dynamic else _try_to_learn
+    return partial(choose, _compiled_forwards[plain, dynamic], plain)
+
+
 def _pays(device: torch.device, num_rows: int, numbers: int, from_numbers: int) -> bool:
     return device.type == "cpu" and num_rows >= FROM_ROWS and numbers >= from_numbers
 
 
-def _compile(function: Callable[..., Any], dynamic: bool = True) -> Callable[..., Any]:
+def compile_whole(function: Callable[..., Any], dynamic: bool = True) -> Callable[..., Any]:
     return torch.compile(function, dynamic=dynamic, fullgraph=True)
 
 
@@ -155,12 +161,13 @@ def _try_to_learn(
     """Validation is too seldom to be compiled as well."""
     if not torch.is_grad_enabled():
         return plain(*arguments, **named)
-    return _try(fused, plain, *arguments, **named)
+    return try_compiled(fused, plain, *arguments, **named)
 
 
-def _try(
+def try_compiled(
     fused: Callable[..., Any], plain: Callable[..., Any], *arguments: Any, **named: Any
 ) -> Any:
+    """What `fused` gives, or from the time when it could not be compiled on what `plain` does."""
     if fused in _broken:
         return plain(*arguments, **named)
     try:

@@ -88,14 +88,27 @@ def _attend(
     **named: Any,
 ) -> tuple[Tensor, None]:
     scale = scale_of_plain_scores(query, scaling, named)
-    if attention_mask is None or (attention_mask.ndim == 1 and not can_attend(query)):
-        raise ValueError("neither a mask nor heads that the kernel takes")
+    if attention_mask is None:
+        raise ValueError("a mask or lengths: without them, who sees whom is not known")
     if attention_mask.ndim == 1:
-        return attend_both_ways(query, key, value, attention_mask, scale), None
+        return _operator(query, key, value, attention_mask, scale), None
     outcome: tuple[Tensor, None] = sdpa_attention_forward(
         module, query, key, value, attention_mask, scaling=scaling, **named
     )
     return outcome
+
+
+def _by_kernel(
+    query_NHLD: Tensor, key_NKLD: Tensor, value_NKLD: Tensor, length_N: Tensor, scale: float
+) -> Tensor:
+    if not can_attend(query_NHLD):
+        raise ValueError("heads that the kernel does not take")
+    return attend_both_ways(query_NHLD, key_NKLD, value_NKLD, length_N, scale)
+
+
+def _shape_of_attended(query: Tensor, *_rest: Any) -> Tensor:
+    num_rows, num_heads, length, size = query.shape
+    return query.new_empty(num_rows, length, num_heads, size)
 
 
 @torch.inference_mode()
@@ -123,6 +136,17 @@ def _works(model: PreTrainedModel) -> bool:
             return False
     return bool((outcome - expected).norm() <= _ROUNDING * (elsewhere - expected).norm())
 
+
+# An operator of its own, so that a compiled layer calls it and does not look inside.
+_library = torch.library.Library("residual_ebm", "FRAGMENT")
+_library.define(
+    "attend_both_ways(Tensor query, Tensor key, Tensor value, Tensor length, float scale)"
+    " -> Tensor",
+    tags=torch.Tag.pt2_compliant_tag,
+)
+_library.impl("attend_both_ways", _by_kernel, "CompositeExplicitAutograd")
+_operator = torch.ops.residual_ebm.attend_both_ways.default
+torch.library.register_fake(_operator, _shape_of_attended, lib=_library)
 
 AttentionInterface.register(_NAME, _attend)
 AttentionMaskInterface.register(_NAME, _lengths_or_mask)

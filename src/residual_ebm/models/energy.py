@@ -7,7 +7,7 @@ Shapes: B blocks, T tokens of a block.
 """
 
 from collections.abc import Iterable, Iterator
-from contextlib import nullcontext
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any, Literal, cast
@@ -241,13 +241,18 @@ class EnergyModel:
         *,
         prefix_length: int | None = None,
         batch_size: int = 64,
+        out_of: int | None = None,
         progress: Progress = QUIET,
     ) -> Tensor:
         """Energies of blocks, float32; `length_B` counts a block's tokens without padding, and
-        `prefix_length` is for prefixes of another length than the energy was trained on."""
+        `prefix_length` is for prefixes of another length than the energy was trained on. Who has
+        many blocks and hands over some at a time says `out_of` how many: a network that is to read
+        much is made ready for it, which takes seconds."""
         energy_B = torch.empty(len(ids_BT), device=self.language_model.device)
-        bidirectional = self.info.kind == "bit"
-        attention = quick_scoring(self.network) if bidirectional else nullcontext(FULL_REGISTERS)
+        attention: AbstractContextManager[int] = nullcontext(FULL_REGISTERS)
+        if self.info.kind == "bit":
+            num_blocks = len(ids_BT) if out_of is None else out_of
+            attention = quick_scoring(self.network, num_blocks * ids_BT.shape[1])
         with progress.bar("scoring", len(ids_BT)) as bar, attention as lengths_of:
             batches = self._batches(ids_BT, length_B, prefix_length, batch_size, lengths_of)
             for rows, part in batches:

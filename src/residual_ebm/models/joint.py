@@ -127,9 +127,11 @@ class JointModel:
         num_tokens: int | None = None,
         top_k: int | None = None,
         top_p: float | None = None,
+        out_of: int | None = None,
         progress: Progress = QUIET,
     ) -> ScoredSet:
-        """Continuations of a prefix up to the energy's horizon, with their energies."""
+        """Continuations of a prefix up to the energy's horizon, with their energies; `out_of` is
+        how many there will be of all prefixes together."""
         prefix_ids = torch.as_tensor(prefix_ids).reshape(-1)
         num_tokens = num_tokens or self.block.num_new_tokens
         # In a chain of steps the given ids run past the prefix; the horizon stays where it is.
@@ -153,7 +155,11 @@ class JointModel:
         )
         length_N = len(prefix_ids) + proposals.length_N.cpu()
         energy_N = self.energy_model.energy(
-            ids_NT.cpu(), length_N, prefix_length=len(prefix_ids) - num_given, progress=progress
+            ids_NT.cpu(),
+            length_N,
+            prefix_length=len(prefix_ids) - num_given,
+            out_of=out_of,
+            progress=progress,
         )
         return ScoredSet(proposals, energy_N.cpu())
 
@@ -319,6 +325,7 @@ class JointModel:
                     torch.from_numpy(ids_T[: self.block.prefix_length]),
                     num_samples,
                     seed=derive_seed(seed, "perplexity", number),
+                    out_of=len(blocks) * num_samples,
                 )
                 real = float(log_weight(torch.tensor(energy_P[number])))
                 summaries.append(summarise_prefix(scored.log_weight_N, real))

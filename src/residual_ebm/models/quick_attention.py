@@ -11,6 +11,7 @@ from transformers import PreTrainedModel
 from residual_ebm.models.device import has_tiles
 from residual_ebm.models.encoder_attention import attends_by_kernel, kernel_attention
 from residual_ebm.models.energy_inputs import FULL_REGISTERS
+from residual_ebm.models.frozen import frozen_layers
 
 # Tokens. Forward and backward, milliseconds for 2,560 tokens in 9 heads of 64 numbers, plain and
 # fused: 22 and 49 in blocks of 160, 27 and 45 of 256, 62 and 73 of 512, 80 and 71 of 1,024.
@@ -25,10 +26,11 @@ def quick_backward(network: nn.Module, length: int) -> AbstractContextManager[No
 
 
 @contextmanager
-def quick_scoring(network: nn.Module) -> Iterator[int]:
+def quick_scoring(network: nn.Module, num_tokens: int) -> Iterator[int]:
     """Without matrix tiles, fused attention multiplies bfloat16 at a fraction of the rate of plain
     products, and these wait for memory between them where our kernel does not. The processor
-    decides, not the clock: energies must round alike in every process.
+    decides, not the clock: energies must round alike in every process. Where there are many tokens
+    to read, the layers around the kernel are compiled as well.
 
     Gives what rows should have a multiple of tokens of: the kernel takes them as they are.
     """
@@ -36,7 +38,7 @@ def quick_scoring(network: nn.Module) -> Iterator[int]:
     if model is None or model.dtype != torch.bfloat16 or has_tiles():
         yield FULL_REGISTERS
     elif attends_by_kernel(model):
-        with kernel_attention(model):
+        with kernel_attention(model), frozen_layers(model, num_tokens):
             yield 1
     else:
         with _plain(model):

@@ -1,5 +1,7 @@
 """Log-weights of every proposal and of every real continuation, under one energy."""
 
+from typing import Any
+
 import numpy as np
 import torch
 
@@ -55,17 +57,20 @@ def score_proposals(
     blocks, block_P = evaluation_prefixes(recipe, run_dir, split)
     real = blocks.select(block_P)
     batch_size = recipe.evaluation.batch_size
+    # Not how many are left: an interrupted run goes on as it began.
+    num_blocks = len(real) * proposals.samples_per_prefix
+    scored: dict[str, Any] = {"batch_size": batch_size, "out_of": num_blocks}
     missing = [path for path in proposals.shards if not (folder / path.name).exists()]
     done = len(proposals.shards) - len(missing)
     with progress.bar(f"{config.name}, {split}", len(proposals.shards), done) as bar:
         for path in missing:
             rows = read_rows(path)
             ids_NT, length_N = _blocks_of(rows, real, recipe.block.prefix_length)
-            energy_N = energy.energy(ids_NT, length_N, batch_size=batch_size).cpu()
+            energy_N = energy.energy(ids_NT, length_N, **scored).cpu()
             write_log_weights(folder / path.name, rows.prefix_N, log_weight(energy_N).numpy())
             bar.advance()
     ids_PT, length_P = torch.from_numpy(real.ids_BT), torch.from_numpy(real.length_B)
-    energy_P = energy.energy(ids_PT, length_P, batch_size=batch_size).cpu()
+    energy_P = energy.energy(ids_PT, length_P, **scored).cpu()
     write_real(
         folder / REAL,
         RealContinuations(
