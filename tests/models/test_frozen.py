@@ -20,7 +20,7 @@ from residual_ebm.models.frozen import frozen_layers
 
 kernel = kernels.kernel
 ENOUGH = 10**12  # tokens
-CLOSE = {"rtol": 1e-4, "atol": 1e-4}
+CLOSE: dict[str, Any] = {"rtol": 1e-4, "atol": 1e-4}
 
 
 @pytest.fixture(autouse=True)
