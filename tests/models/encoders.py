@@ -27,12 +27,12 @@ TAKEN: dict[str, dict[str, Any]] = {
     "electra": {"embedding_size": 64},
     "albert": {"embedding_size": 32},
     "xlm-roberta": {},
-    "modernbert": {"global_attn_every_n_layers": 2, "local_attention": 4},
     "eurobert": {},
 }
 LEFT: dict[str, dict[str, Any]] = {
     "mpnet": {},  # scores that depend on how far apart tokens are
     "convbert": {},
+    "modernbert": {"global_attn_every_n_layers": 2, "local_attention": 4},  # half see a window
 }
 LENGTHS = (23, 1, 16, 30)
 

@@ -49,22 +49,26 @@ def test_every_family_is_as_near_to_float32_as_by_its_own_attention(
     asked.clear()
     with kernel_attention(model):
         by_kernel = error(states(model, ids_BL, mask_BL), exact)
-        # Of two layers of ModernBERT, one sees a window only.
-        assert asked == [list(lengths)] * (1 if model_type == "modernbert" else 2)
-        if model_type != "modernbert":
-            asked.clear()
-            states(model, ids_BL, None)
-            assert asked == [[max(lengths)] * len(lengths)] * 2
+        assert asked == [list(lengths)] * 2
+        asked.clear()
+        states(model, ids_BL, None)
+        assert asked == [[max(lengths)] * len(lengths)] * 2
     assert own > 0
     assert by_kernel < 1.3 * own
     assert model.config._attn_implementation == "sdpa"
 
 
 @pytest.mark.parametrize("model_type", LEFT)
-def test_models_with_attention_of_their_own_keep_it(
-    model_type: str, asked: list[list[int]]
-) -> None:
-    assert not attends_by_kernel(encoder(model_type, torch.bfloat16))
+@pytest.mark.usefixtures("kernel")
+def test_models_with_attention_of_their_own_keep_it(model_type: str) -> None:
+    model = encoder(model_type, torch.bfloat16)
+    own = model.config._attn_implementation
+    assert not attends_by_kernel(model)
+    assert model.config._attn_implementation == own
+
+
+def test_a_context_too_short_for_a_trial_is_left_to_the_model(asked: list[list[int]]) -> None:
+    assert not attends_by_kernel(encoder("bert", torch.bfloat16, max_position_embeddings=6))
     assert not asked
 
 
@@ -127,8 +131,10 @@ def test_a_causal_model_is_read_left_to_right_by_torch_and_both_ways_by_the_kern
     expected = states(model, ids_BL, mask_BL)
     with kernel_attention(model):
         torch.testing.assert_close(states(model, ids_BL, mask_BL), expected)
+    assert not attends_by_kernel(model)
     assert not asked
     assert make_bidirectional(model)
+    encoder_attention._tried.clear()
     assert attends_by_kernel(model)
     expected = states(model, ids_BL, mask_BL)
     asked.clear()
@@ -147,3 +153,5 @@ def test_scores_that_are_changed_are_refused() -> None:
         encoder_attention._attend(
             torch.nn.Module(), query, query, query, length_B, position_bias=query
         )
+    with pytest.raises(ValueError, match="no lengths"):
+        encoder_attention._attend(torch.nn.Module(), query, query, query, None)

@@ -9,14 +9,20 @@ from typing import Any
 import kernels
 import pytest
 import torch
+import toys
 from encoders import batch, encoder, error, states
 from torch import Tensor
 from torch._dynamo.exc import TorchDynamoException
 from transformers import PreTrainedModel
 
-from residual_ebm.models import compiled, frozen
+from residual_ebm.models import compiled, frozen, quick_attention
+from residual_ebm.models.both_ways import make_bidirectional
 from residual_ebm.models.encoder_attention import kernel_attention
+from residual_ebm.models.energy import EnergyModel
+from residual_ebm.models.energy_inputs import TextInputs
+from residual_ebm.models.energy_networks import TransformerEnergy
 from residual_ebm.models.frozen import frozen_layers
+from residual_ebm.models.quick_attention import quick_scoring
 
 kernel = kernels.kernel
 ENOUGH = 10**12  # tokens
@@ -32,33 +38,41 @@ def graphs() -> int:
     return int(torch._dynamo.utils.counters["stats"]["unique_graphs"])
 
 
+def as_states_do(model: PreTrainedModel) -> Any:
+    return lambda ids_BL, mask_BL: states(model, ids_BL, mask_BL)
+
+
 @torch.inference_mode()
 def frozen_states(model: PreTrainedModel, ids_BL: Tensor, mask_BL: Tensor) -> Tensor:
-    with frozen_layers(model, ENOUGH):
+    with frozen_layers(model, ENOUGH, as_states_do(model)):
+        assert sum("forward" in vars(layer) for layer in model.modules()) == 2
         return states(model, ids_BL, mask_BL)
 
 
-@pytest.mark.parametrize("model_type", ["bert", "distilbert"])
-def test_every_layer_keeps_to_its_own_weights(model_type: str) -> None:
-    model = encoder(model_type, torch.float32)
-    batches = [batch(lengths) for lengths in ((23, 2, 16, 30), (7, 7), (40, 39, 12))]
-    for ids_BL, mask_BL in batches:
-        expected = states(model, ids_BL, mask_BL)
-        torch.testing.assert_close(frozen_states(model, ids_BL, mask_BL), expected, **CLOSE)
+@pytest.mark.parametrize("model_type", ["bert", "eurobert"])
+@pytest.mark.usefixtures("kernel")
+def test_one_compilation_a_layer_serves_all_batches_as_near_to_float32_as_plain(
+    model_type: str,
+) -> None:
+    torch._dynamo.utils.counters.clear()
+    model = encoder(model_type, torch.bfloat16)
+    exact_model = encoder(model_type, torch.float32)
+    with kernel_attention(model):
+        for lengths in ((23, 2, 16, 30), (7,) * 7, (32,) * 61, (40, 39, 12)):
+            ids_BL, mask_BL = batch(lengths)
+            exact = states(exact_model, ids_BL, mask_BL)
+            own = error(states(model, ids_BL, mask_BL), exact)
+            assert error(frozen_states(model, ids_BL, mask_BL), exact) < 1.3 * own
     assert not compiled._broken
+    assert graphs() == 2
     assert not any("forward" in vars(module) for module in model.modules())
 
 
-@pytest.mark.usefixtures("kernel")
-def test_with_the_kernel_it_is_as_near_to_float32_as_without() -> None:
-    """ModernBERT, of whose layers every other one sees a window only, and not by the kernel."""
+def test_in_float32_it_is_exact() -> None:
+    model = encoder("bert", torch.float32)
     ids_BL, mask_BL = batch((23, 2, 16, 30))
-    exact = states(encoder("modernbert", torch.float32), ids_BL, mask_BL)
-    model = encoder("modernbert", torch.bfloat16)
-    own = error(states(model, ids_BL, mask_BL), exact)
-    with kernel_attention(model):
-        assert error(frozen_states(model, ids_BL, mask_BL), exact) < 1.3 * own
-    assert not compiled._broken
+    expected = states(model, ids_BL, mask_BL)
+    torch.testing.assert_close(frozen_states(model, ids_BL, mask_BL), expected, **CLOSE)
 
 
 def changed_in_place(model: PreTrainedModel) -> None:
@@ -110,26 +124,75 @@ def test_a_little_to_read_is_read_as_ever() -> None:
     model = encoder("bert", torch.float32)
     layers = compiled.repeated_layers(model)
     weights = sum(weight.numel() for layer in layers for weight in layer.parameters())
-    with frozen_layers(model, frozen._FROM_READ // weights):
+    with frozen_layers(model, frozen._FROM_READ // weights, as_states_do(model)):
         assert not any("forward" in vars(layer) for layer in layers)
-    with torch.inference_mode(), frozen_layers(model, frozen._FROM_READ // weights + 1):
+    enough = frozen._FROM_READ // weights + 1
+    with torch.inference_mode(), frozen_layers(model, enough, as_states_do(model)):
         assert all("forward" in vars(layer) for layer in layers)
 
 
+@pytest.mark.usefixtures("kernel")
 def test_what_was_read_first_changes_no_bit() -> None:
-    """A resumed run may begin with another batch."""
+    """A resumed run may begin with another batch, or with another network of the same class."""
     torch.set_num_threads(2)
     try:
         read = []
-        for begun_with in ((64, 60, 50, 70), (2, 2), (33, 35, 40)):
-            torch._dynamo.reset()
+        for begun_with in ((64, 60, 50, 70), (33, 35, 40)):
             model = encoder("bert", torch.bfloat16)
-            frozen_states(model, *batch(begun_with))
-            read.append(frozen_states(model, *batch((33, 35, 40))))
+            with kernel_attention(model):
+                frozen_states(model, *batch(begun_with))
+                read.append(frozen_states(model, *batch((33, 35, 40))))
     finally:
         torch.set_num_threads(1)
-    assert torch.equal(read[0], read[2])
-    assert torch.equal(read[1], read[2])
+    assert torch.equal(read[0], read[1])
+
+
+def scored(energy: EnergyModel, **options: Any) -> Tensor:
+    ids_BT = torch.randint(3, 7, (9, toys.BLOCK_LENGTH), generator=torch.Generator().manual_seed(0))
+    return energy.energy(ids_BT, **options)
+
+
+@pytest.mark.usefixtures("kernel")
+def test_energies_are_of_frozen_layers_where_there_are_many_to_come(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(quick_attention, "has_tiles", lambda: False)
+    energy = toys.trained_energy("bit_bpe")
+    assert energy.tokenizer is not None
+    assert isinstance(energy.network, TransformerEnergy)
+    energy.network.backbone = toys.bert(energy.tokenizer, num_attention_heads=1)
+    exact = scored(energy)
+    energy.network.to(torch.bfloat16)
+    plain = scored(energy, out_of=10**4)
+    torch._dynamo.utils.counters.clear()
+    assert torch.equal(scored(energy), plain)
+    assert graphs() == 0
+    many = scored(energy, out_of=10**12)
+    assert graphs() == 2
+    assert not compiled._broken
+    for energies in (plain, many):
+        assert float((energies - exact).abs().max() / exact.std()) < 0.1
+    assert torch.equal(scored(energy), plain)
+
+
+@pytest.mark.usefixtures("kernel")
+def test_a_language_model_that_reads_both_ways_is_shown_what_it_will_read(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Its layers are handed a cache where nobody says that there shall be none."""
+    monkeypatch.setattr(quick_attention, "has_tiles", lambda: False)
+    monkeypatch.setattr(frozen, "_FROM_READ", 0)
+    model = toys.causal_model("llama", head_dim=16).bfloat16().model
+    assert make_bidirectional(model)
+    network = TransformerEnergy(model)
+    inputs = TextInputs(*(part for part in batch((5, 9, 3))))
+    inputs = TextInputs(inputs.ids_BL % 7, inputs.mask_BL.long())
+    torch._dynamo.utils.counters.clear()
+    with torch.inference_mode(), quick_scoring(network, 1) as lengths_of:
+        assert lengths_of == 1
+        network(inputs)
+    assert graphs() == 2
+    assert not compiled._broken
 
 
 def test_where_it_cannot_be_compiled_the_network_reads_as_it_is(

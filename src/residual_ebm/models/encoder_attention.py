@@ -1,9 +1,9 @@
 """An encoder's attention by our kernel: every token to all of its row, padding aside.
 
 Its rows are padded at their ends, so a mask says no more than how long each row is, and that is
-what the kernel takes: padding costs nothing in attention. Layers that see a window only, and masks
-of any other form, go to torch's attention, layer by layer. A model is tried once before it is read
-in this way, and keeps its own attention where the trial fails.
+what the kernel takes: padding costs nothing in attention. A model is tried once before it is read
+in this way, and keeps its own attention where the trial fails: where scores are more than
+products, or a layer sees a window only.
 
 Shapes: B blocks, L tokens, H hidden size, D head size.
 """
@@ -28,13 +28,21 @@ from residual_ebm.models.attention_interface import attention_named, scale_of_pl
 from residual_ebm.models.packed_attention import attend_both_ways, can_attend
 from residual_ebm.models.plain_causal import parts_of
 
-_NAME = "residual_ebm_both_ways"
+_NAME, _ONLY = "residual_ebm_both_ways", "residual_ebm_both_ways_only"
 # A trial: the lengths of its rows, of which neither is their number.
 _LENGTHS = (9, 4, 7)
 # Of the difference that other tokens make, what may be rounding of half precision.
 _ROUNDING = 0.25
 # What a model may raise that meets a mask it does not know, or that changes its scores.
-_REFUSALS = (AttributeError, IndexError, KeyError, RuntimeError, TypeError, ValueError)
+_REFUSALS = (
+    AssertionError,
+    AttributeError,
+    IndexError,
+    KeyError,
+    RuntimeError,
+    TypeError,
+    ValueError,
+)
 _tried: WeakKeyDictionary[PreTrainedModel, bool] = WeakKeyDictionary()
 
 
@@ -78,8 +86,8 @@ def _lengths_or_mask(
     return mask
 
 
-def _attend(
-    module: nn.Module,
+def _attend_by_lengths(
+    _module: nn.Module,
     query: Tensor,
     key: Tensor,
     value: Tensor,
@@ -88,13 +96,23 @@ def _attend(
     **named: Any,
 ) -> tuple[Tensor, None]:
     scale = scale_of_plain_scores(query, scaling, named)
-    if attention_mask is None:
-        raise ValueError("a mask or lengths: without them, who sees whom is not known")
-    if attention_mask.ndim == 1:
-        return _operator(query, key, value, attention_mask, scale), None
-    outcome: tuple[Tensor, None] = sdpa_attention_forward(
-        module, query, key, value, attention_mask, scaling=scaling, **named
-    )
+    if attention_mask is None or attention_mask.ndim != 1:
+        raise ValueError("no lengths: who sees whom is not known")
+    return _operator(query, key, value, attention_mask, scale), None
+
+
+def _attend(
+    module: nn.Module,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    attention_mask: Tensor | None,
+    **named: Any,
+) -> tuple[Tensor, None]:
+    """Holes in a row are left to torch."""
+    by_lengths = attention_mask is None or attention_mask.ndim == 1
+    attend = _attend_by_lengths if by_lengths else sdpa_attention_forward
+    outcome: tuple[Tensor, None] = attend(module, query, key, value, attention_mask, **named)
     return outcome
 
 
@@ -128,12 +146,12 @@ def _works(model: PreTrainedModel) -> bool:
         return outcome.last_hidden_state[mask_BL].float()
 
     with at_rest(model), torch.autocast("cpu", enabled=False):
-        expected, elsewhere = states(ids_BL), states(other_BL)
         try:
-            with kernel_attention(model):
+            with attention_named(model, _ONLY):
                 outcome = states(ids_BL)
         except _REFUSALS:
             return False
+        expected, elsewhere = states(ids_BL), states(other_BL)
     return bool((outcome - expected).norm() <= _ROUNDING * (elsewhere - expected).norm())
 
 
@@ -148,5 +166,6 @@ _library.impl("attend_both_ways", _by_kernel, "CompositeExplicitAutograd")
 _operator = torch.ops.residual_ebm.attend_both_ways.default
 torch.library.register_fake(_operator, _shape_of_attended, lib=_library)
 
-AttentionInterface.register(_NAME, _attend)
-AttentionMaskInterface.register(_NAME, _lengths_or_mask)
+for _name, _attention in ((_NAME, _attend), (_ONLY, _attend_by_lengths)):
+    AttentionInterface.register(_name, _attention)
+    AttentionMaskInterface.register(_name, _lengths_or_mask)

@@ -246,11 +246,12 @@ class EnergyModel:
     ) -> Tensor:
         """Energies of blocks, float32; `length_B` counts a block's tokens without padding, and
         `prefix_length` is for prefixes of another length than the energy was trained on. Who has
-        many blocks and hands over some at a time says `out_of` how many: a network that is to read
-        much is made ready for it, which takes seconds."""
+        many blocks and hands over some at a time may say `out_of` how many: a network that is to
+        read much is made ready for it, which takes seconds."""
         energy_B = torch.empty(len(ids_BT), device=self.language_model.device)
         attention: AbstractContextManager[int] = nullcontext(FULL_REGISTERS)
         if self.info.kind == "bit":
+            assert isinstance(self.network, TransformerEnergy)
             num_blocks = len(ids_BT) if out_of is None else out_of
             attention = quick_scoring(self.network, num_blocks * ids_BT.shape[1])
         with progress.bar("scoring", len(ids_BT)) as bar, attention as lengths_of:

@@ -4,7 +4,8 @@ multiplies them.
 Without that, torch lays a weight out anew for every product, copies the bias to where the product
 goes and passes over its outcome once more for the activation. What is compiled knows the weights as
 constants: it is made for one network as it is now, and made anew where a weight has changed. It
-takes a second or two a layer, so it must have much to read.
+takes a second or two a layer, and a copy of the weights that torch does not let go, so there must
+be much to read.
 """
 
 import types
@@ -24,12 +25,14 @@ from residual_ebm.models.compiled import (
     repeated_layers,
     try_compiled,
 )
+from residual_ebm.models.loading import context_length
 
 # Tokens x weights of the layers: below, compiling takes longer than it saves.
 _FROM_READ = 15 * 10**12
-# The compiler makes its loops for the sizes that it sees first, which are always these: an
-# interrupted run goes on to the bit.
-_SHOWN = (32, 32)
+# Rows and tokens. The compiler makes its loops for the sizes that it sees first, which are always
+# these: an interrupted run goes on to the bit. It takes equal sizes for the same, so these are the
+# sizes of nothing else.
+_SHOWN = (61, 17)
 _FREEZING = torch._inductor.config.patch(freezing=True)  # made once: every patch stays alive
 
 
@@ -42,11 +45,13 @@ _known: WeakKeyDictionary[PreTrainedModel, _Frozen] = WeakKeyDictionary()
 
 
 @contextmanager
-def frozen_layers(model: PreTrainedModel, num_tokens: int) -> Iterator[None]:
+def frozen_layers(
+    model: PreTrainedModel, num_tokens: int, read: Callable[[Tensor, Tensor], Any]
+) -> Iterator[None]:
     """Within, the layers that a model repeats run so, if there are so many tokens to read in all
-    that it pays. No gradients."""
+    that it pays; `read` gives ids and mask to the model as they will be given. No gradients."""
     layers = repeated_layers(model)
-    weights = [weight for layer in layers for weight in layer.parameters()]
+    weights = [weight for layer in layers for weight in (*layer.parameters(), *layer.buffers())]
     if num_tokens * sum(weight.numel() for weight in weights) < _FROM_READ:
         yield
         return
@@ -56,8 +61,10 @@ def frozen_layers(model: PreTrainedModel, num_tokens: int) -> Iterator[None]:
         _known[model] = _Frozen(state, {})
     with forwards_replaced(layers, partial(_frozen, _known[model].forwards)):
         if is_new:
-            ids_BL = torch.zeros(_SHOWN, dtype=torch.int64, device=model.device)
-            model(input_ids=ids_BL, attention_mask=torch.ones_like(ids_BL))
+            rows, tokens = _SHOWN
+            tokens = min(tokens, context_length(model.config) or tokens)
+            ids_BL = torch.zeros(rows, tokens, dtype=torch.int64, device=model.device)
+            read(ids_BL, torch.ones_like(ids_BL))
         yield
 
 
@@ -82,8 +89,8 @@ def _frozen(
 
 
 def _copy_of(function: Callable[..., Any]) -> Callable[..., Any]:
-    """The compiler keeps what it has made with a function's code; a copy's goes when the copy
-    does."""
+    """The compiler keeps what it has made with a function's code, and looks through all of it at
+    every call."""
     assert isinstance(function, types.FunctionType)
     copy = types.FunctionType(
         function.__code__.replace(),

@@ -114,9 +114,11 @@ class JointModel:
         )
         return cls(language_model, energy_model)
 
-    def energy(self, ids_BT: Tensor, length_B: Tensor | None = None) -> Tensor:
-        """E of blocks of the language model's ids."""
-        return self.energy_model.energy(torch.as_tensor(ids_BT), length_B)
+    def energy(
+        self, ids_BT: Tensor, length_B: Tensor | None = None, *, out_of: int | None = None
+    ) -> Tensor:
+        """E of blocks of the language model's ids, some at a time of `out_of` perhaps."""
+        return self.energy_model.energy(torch.as_tensor(ids_BT), length_B, out_of=out_of)
 
     def propose(
         self,
@@ -292,15 +294,18 @@ class JointModel:
             )
         return blocks
 
-    def score(self, blocks: Blocks, *, batch_size: int = 64) -> tuple[np.ndarray, np.ndarray]:
+    def score(
+        self, blocks: Blocks, *, batch_size: int = 64, out_of: int | None = None
+    ) -> tuple[np.ndarray, np.ndarray]:
         """lm_log_prob and energy of each block's real continuation."""
+        out_of = out_of or len(blocks)
         log_probs, energies = [], []
         for start in range(0, len(blocks), batch_size):
             part = blocks.select(np.arange(start, min(start + batch_size, len(blocks))))
             ids_BT, length_B = torch.from_numpy(part.ids_BT), torch.from_numpy(part.length_B)
             log_prob_BC = self.language_model.log_prob(ids_BT, self.block.prefix_length, length_B)
             log_probs.append(log_prob_BC.double().sum(-1).cpu())
-            energies.append(self.energy(ids_BT, length_B).double().cpu())
+            energies.append(self.energy(ids_BT, length_B, out_of=out_of).double().cpu())
         return torch.cat(log_probs).numpy(), torch.cat(energies).numpy()
 
     def perplexity(
@@ -317,7 +322,8 @@ class JointModel:
                 "num_samples", num_samples, "bounds at n/4 need 2 samples; ask for 8 or more"
             )
         blocks = self.blocks_of(texts)
-        lm_log_prob_P, energy_P = self.score(blocks)
+        out_of = len(blocks) * num_samples  # also of what is real: both round alike
+        lm_log_prob_P, energy_P = self.score(blocks, out_of=out_of)
         summaries = []
         with progress.bar("prefixes", len(blocks)) as bar:
             for number, ids_T in enumerate(blocks.ids_BT):
@@ -325,7 +331,7 @@ class JointModel:
                     torch.from_numpy(ids_T[: self.block.prefix_length]),
                     num_samples,
                     seed=derive_seed(seed, "perplexity", number),
-                    out_of=len(blocks) * num_samples,
+                    out_of=out_of,
                 )
                 real = float(log_weight(torch.tensor(energy_P[number])))
                 summaries.append(summarise_prefix(scored.log_weight_N, real))

@@ -121,10 +121,10 @@ static void multiply(int64_t num_rows, rows_of_pairs rows, int64_t pairs, const 
 #undef COLUMNS
 }
 
-/* 2^x for x <= 0, to 3e-6 of it, where masses are rounded to 2e-3; and 1e-38 at least: smaller
+/* 2^x for x <= 0, to 3e-6 of it, where masses are rounded to 2e-3; and 2e-38 at least: much smaller
    numbers are slow on some processors. What is no number stays none. */
 INLINE __m512 power_of_two(__m512 x) {
-    x = _mm512_max_ps(_mm512_set1_ps(-126.0f), x);
+    x = _mm512_max_ps(_mm512_set1_ps(-125.0f), x);
     const __m512 whole = _mm512_roundscale_ps(x, 0), rest = _mm512_sub_ps(x, whole);
     __m512 series = _mm512_set1_ps(9.5701022e-3f); /* least largest error for rests up to a half */
     series = _mm512_fmadd_ps(series, rest, _mm512_set1_ps(5.59178628e-2f));
@@ -138,20 +138,30 @@ INLINE void store_rounded(number *to, __m512 values) {
     _mm256_storeu_si256((__m256i *)to, (__m256i)_mm512_cvtneps_pbh(values));
 }
 
-/* Masses exp(scale x (score - largest)) of all tokens, rounded; their sum is of unrounded ones. */
-INLINE float masses_of(const float *score, number *mass, int64_t width, float scale) {
-    __m512 largest = _mm512_set1_ps(NEVER), total = _mm512_setzero_ps();
-    for (int64_t t = 0; t < width; t += LANES)
-        largest = _mm512_max_ps(largest, _mm512_loadu_ps(score + t));
-    largest = _mm512_set1_ps(_mm512_reduce_max_ps(largest));
-    const __m512 binary_scale = _mm512_set1_ps(1.44269504f * scale);
-    for (int64_t t = 0; t < width; t += LANES) {
-        __m512 below = _mm512_sub_ps(_mm512_loadu_ps(score + t), largest);
-        __m512 masses = power_of_two(_mm512_mul_ps(below, binary_scale));
-        total = _mm512_add_ps(total, masses);
-        store_rounded(mass + t, masses);
+/* Masses exp(scale x (score - largest)) of the tokens that each query sees, rounded; their sum, of
+   unrounded ones, is put in the place of a query's first score. What is largest is found for all
+   queries first, and kept at the beginning of their outcomes, `D` apart: one query's would have to
+   be waited for. */
+INLINE void masses_of(int64_t count, float *score, number *mass, float *outcome, int64_t width,
+                      int64_t D, float scale) {
+    for (int64_t i = 0; i < count; i++) {
+        __m512 largest = _mm512_set1_ps(NEVER);
+        for (int64_t t = 0; t < width; t += LANES)
+            largest = _mm512_max_ps(largest, _mm512_loadu_ps(score + i * width + t));
+        outcome[i * D] = _mm512_reduce_max_ps(largest);
     }
-    return _mm512_reduce_add_ps(total);
+    const __m512 binary_scale = _mm512_set1_ps(1.44269504f * scale);
+    for (int64_t i = 0; i < count; i++) {
+        const __m512 largest = _mm512_set1_ps(outcome[i * D]);
+        __m512 total = _mm512_setzero_ps();
+        for (int64_t t = 0; t < width; t += LANES) {
+            const __m512 below = _mm512_sub_ps(_mm512_loadu_ps(score + i * width + t), largest);
+            const __m512 masses = power_of_two(_mm512_mul_ps(below, binary_scale));
+            total = _mm512_add_ps(total, masses);
+            store_rounded(mass + i * width + t, masses);
+        }
+        score[i * width] = _mm512_reduce_add_ps(total);
+    }
 }
 
 /* The first of two tokens makes its pair's other half zero, so that nothing else ever has to be. */
@@ -237,8 +247,8 @@ void attend(const number *query, const number *key, const number *value, pair *o
                     scores[t] = NEVER;
                 for (int64_t t = P16 + S; t < width; t++)
                     scores[t] = NEVER;
-                scores[0] = masses_of(scores, mass + i * width, width, scale); /* the sum alone */
             }
+            masses_of(count * R, score, mass, attended, width, D, scale);
 
             multiply(count * R, masses, P16 / 2, prefix_values + prefix_head * (P16 / 2) * D, D, D,
                      attended, D, 0);
@@ -288,8 +298,8 @@ void attend_whole(const number *query, const number *key, const number *value,
                     float *scores = score + i * width;
                     for (int64_t t = causal ? first + i / R + 1 : length; t < width; t++)
                         scores[t] = NEVER;
-                    scores[0] = masses_of(scores, mass + i * width, width, scale);
                 }
+                masses_of(count * R, score, mass, attended, width, D, scale);
                 multiply(count * R, masses, width / 2, values, D, D, attended, D, 0);
                 store_attended(count * R, attended, score, width, out + place, R, row, D);
             }

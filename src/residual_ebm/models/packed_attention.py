@@ -3,11 +3,11 @@
 Drawing asks for it at every step: many rows with one query for each head meet a prefix they share,
 and each its own few tokens. Torch's fused attention takes the first for itself and a compiled loop
 the second, and both spend their time around the products. `packed_attention.c` does both at once
-with scores that never leave the processor's cache; and so it does for prefixes, which are read
-whole. It is built when it is first needed, in a second, and used where that succeeds: AVX-512 BF16,
-Linux, a C compiler. Elsewhere `shared_prefix` computes the same in torch. Its threads are torch's
-own where both have one OpenMP library, as gcc and the packages of PyPI do; others would wait beside
-each other, which costs time and nothing else.
+with scores that never leave the processor's cache; and so it does for prefixes, and for what an
+encoder reads, which are whole rows. It is built when it is first needed, in a second, and used
+where that succeeds: AVX-512 BF16, Linux, a C compiler. Elsewhere `shared_prefix` and transformers
+compute the same in torch. Its threads are torch's own where both have one OpenMP library, as gcc
+and the packages of PyPI do; others would wait beside each other, which costs time and nothing else.
 
 Shapes: N rows, G prefixes, H heads, K heads of keys and values, R = H / K, D head size, P tokens of
 a prefix, S own tokens of a row so far, L tokens of a whole row.
@@ -90,6 +90,7 @@ def _attend_whole(
     _refuse_unless(
         key_NKLD.shape == value_NKLD.shape == (num_rows, kv_heads, length, size)
         and num_heads % kv_heads == 0
+        and size % _LANES == 0
         and all(states.dtype == torch.bfloat16 for states in given)
         and scale > 0
         and length_N.dtype == torch.int64

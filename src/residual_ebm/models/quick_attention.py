@@ -5,12 +5,14 @@ from collections.abc import Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 from transformers import PreTrainedModel
 
+from residual_ebm.models.attention_interface import attention_named
 from residual_ebm.models.device import has_tiles
 from residual_ebm.models.encoder_attention import attends_by_kernel, kernel_attention
-from residual_ebm.models.energy_inputs import FULL_REGISTERS
+from residual_ebm.models.energy_inputs import FULL_REGISTERS, TextInputs
+from residual_ebm.models.energy_networks import TransformerEnergy
 from residual_ebm.models.frozen import frozen_layers
 
 # Tokens. Forward and backward, milliseconds for 2,560 tokens in 9 heads of 64 numbers, plain and
@@ -22,11 +24,13 @@ def quick_backward(network: nn.Module, length: int) -> AbstractContextManager[No
     """The backward pass of fused attention is slower than that of plain products, as long as blocks
     are short: their weights take memory by the square of the length."""
     model = _fused_on_cpu(network)
-    return nullcontext() if model is None or length > _PLAIN_UP_TO else _plain(model)
+    return (
+        nullcontext() if model is None or length > _PLAIN_UP_TO else attention_named(model, "eager")
+    )
 
 
 @contextmanager
-def quick_scoring(network: nn.Module, num_tokens: int) -> Iterator[int]:
+def quick_scoring(network: TransformerEnergy, num_tokens: int) -> Iterator[int]:
     """Without matrix tiles, fused attention multiplies bfloat16 at a fraction of the rate of plain
     products, and these wait for memory between them where our kernel does not. The processor
     decides, not the clock: energies must round alike in every process. Where there are many tokens
@@ -38,10 +42,14 @@ def quick_scoring(network: nn.Module, num_tokens: int) -> Iterator[int]:
     if model is None or model.dtype != torch.bfloat16 or has_tiles():
         yield FULL_REGISTERS
     elif attends_by_kernel(model):
-        with kernel_attention(model), frozen_layers(model, num_tokens):
+
+        def read(ids_BL: Tensor, mask_BL: Tensor) -> None:
+            network(TextInputs(ids_BL, mask_BL))
+
+        with kernel_attention(model), frozen_layers(model, num_tokens, read):
             yield 1
     else:
-        with _plain(model):
+        with attention_named(model, "eager"):
             yield FULL_REGISTERS
 
 
@@ -53,12 +61,3 @@ def _fused_on_cpu(network: nn.Module) -> PreTrainedModel | None:
         if model.device.type == "cpu" and model.config._attn_implementation == "sdpa":
             return model
     return None
-
-
-@contextmanager
-def _plain(model: PreTrainedModel) -> Iterator[None]:
-    model.set_attn_implementation("eager")
-    try:
-        yield
-    finally:
-        model.set_attn_implementation("sdpa")
