@@ -135,6 +135,16 @@ def test_the_page_holds_every_number(tmp_path: Path) -> None:
     assert read_page(tmp_path / "other.md") is None
 
 
+def test_processors_that_differ_are_told(tmp_path: Path) -> None:
+    sentence = "Not everything was measured on the same processor"
+    write_page(RESULTS, tmp_path / "page.md")
+    assert sentence not in (tmp_path / "page.md").read_text()
+    elsewhere = {**RESULTS["benchmarks"]["decode"], "measured": {**MEASURED, "processor": "B"}}
+    benchmarks = {**RESULTS["benchmarks"], "decode": elsewhere}
+    write_page({**RESULTS, "benchmarks": benchmarks}, tmp_path / "page.md")
+    assert sentence in (tmp_path / "page.md").read_text()
+
+
 def test_the_chart_has_a_bar_for_each_alternative_and_is_repeatable(tmp_path: Path) -> None:
     for name in ("one", "two"):
         write_page(RESULTS, tmp_path / f"{name}.md")

@@ -2,8 +2,10 @@
 
 import platform
 from importlib import metadata
+from pathlib import Path
 
 _LIBRARIES = ("torch", "transformers", "tokenizers")
+_PROCESSORS = Path("/proc/cpuinfo")
 
 
 def versions() -> dict[str, str]:
@@ -18,8 +20,7 @@ def processor_name() -> str:
     """With family and model where they are told: virtual machines call several generations "AMD
     EPYC", of which one multiplies bfloat16 twice as quickly as another."""
     try:
-        with open("/proc/cpuinfo", encoding="utf-8") as file:
-            first, _, _ = file.read().partition("\n\n")
+        first, _, _ = _PROCESSORS.read_text("utf-8").partition("\n\n")
     except OSError:
         return platform.processor()
     told = dict(part.split(":", 1) for part in first.splitlines() if ":" in part)

@@ -28,7 +28,7 @@ from residual_ebm.models.compiled import (
 from residual_ebm.models.loading import context_length
 
 # Tokens x weights of the layers: below, compiling takes longer than it saves.
-_FROM_READ = 15 * 10**12
+_FROM_READ = 3 * 10**13
 # Rows and tokens. The compiler makes its loops for the sizes that it sees first, which are always
 # these: an interrupted run goes on to the bit. It takes equal sizes for the same, so these are the
 # sizes of nothing else.

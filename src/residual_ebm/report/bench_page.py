@@ -52,8 +52,17 @@ def _markdown(results: dict[str, Any], chart: str, numbers: str) -> str:
         " freed memory for the next tensor (`models/memory.py`); *memory kept* is the quickest of"
         " them if it had that too (generate with a dynamic cache). Engines have it.",
         "",
-        f"![How many times as fast as each alternative]({chart})",
     ]
+    if (
+        len({benchmark["measured"]["processor"] for benchmark in results["benchmarks"].values()})
+        > 1
+    ):
+        lines += [
+            "Not everything was measured on the same processor: rates may be compared within a"
+            " benchmark, ratios hold for the processor that stands beside them.",
+            "",
+        ]
+    lines.append(f"![How many times as fast as each alternative]({chart})")
     for name, benchmark in results["benchmarks"].items():
         by = benchmark["measured"]
         commit = f", commit {short_commit(by['commit'])}" if by["commit"] else ""
