@@ -5,6 +5,17 @@ from contextlib import contextmanager
 
 from transformers import PreTrainedModel
 
+# What a model may raise that meets a cache or a mask it does not know, or changes its scores.
+REFUSALS = (
+    AssertionError,
+    AttributeError,
+    IndexError,
+    KeyError,
+    RuntimeError,
+    TypeError,
+    ValueError,
+)
+
 
 @contextmanager
 def at_rest(model: PreTrainedModel) -> Iterator[None]:

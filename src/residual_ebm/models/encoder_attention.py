@@ -23,7 +23,7 @@ from transformers.masking_utils import (
     sdpa_mask,
 )
 
-from residual_ebm.models.at_rest import at_rest
+from residual_ebm.models.at_rest import REFUSALS, at_rest
 from residual_ebm.models.attention_interface import attention_named, scale_of_plain_scores
 from residual_ebm.models.packed_attention import attend_both_ways, can_attend
 from residual_ebm.models.plain_causal import parts_of
@@ -33,16 +33,6 @@ _NAME, _ONLY = "residual_ebm_both_ways", "residual_ebm_both_ways_only"
 _LENGTHS = (9, 4, 7)
 # Of the difference that other tokens make, what may be rounding of half precision.
 _ROUNDING = 0.25
-# What a model may raise that meets a mask it does not know, or that changes its scores.
-_REFUSALS = (
-    AssertionError,
-    AttributeError,
-    IndexError,
-    KeyError,
-    RuntimeError,
-    TypeError,
-    ValueError,
-)
 _tried: WeakKeyDictionary[PreTrainedModel, bool] = WeakKeyDictionary()
 
 
@@ -149,7 +139,7 @@ def _works(model: PreTrainedModel) -> bool:
         try:
             with attention_named(model, _ONLY):
                 outcome = states(ids_BL)
-        except _REFUSALS:
+        except REFUSALS:
             return False
         expected, elsewhere = states(ids_BL), states(other_BL)
     return bool((outcome - expected).norm() <= _ROUNDING * (elsewhere - expected).norm())

@@ -24,7 +24,7 @@ import torch
 from torch import Tensor
 from transformers import Cache, DynamicCache, PreTrainedModel
 
-from residual_ebm.models.at_rest import at_rest
+from residual_ebm.models.at_rest import REFUSALS, at_rest
 from residual_ebm.models.beginnings import Beginnings
 from residual_ebm.models.compiled import compiled_layers
 from residual_ebm.models.plain_causal import may_share_prefix
@@ -161,16 +161,6 @@ _ROWS, _PREFIX, _OWN = 2, 5, 3
 # Of the difference that another prefix makes, what may be rounding: a prefix that is not heeded
 # makes about 1, half precision a tenth, more where a rounded score asks for another expert.
 _ROUNDING, _ROUNDING_OF_HALVES = 0.01, 0.5
-# What a model may raise that meets a cache it does not know.
-_REFUSALS = (
-    AssertionError,
-    AttributeError,
-    IndexError,
-    KeyError,
-    RuntimeError,
-    TypeError,
-    ValueError,
-)
 _tried: WeakKeyDictionary[PreTrainedModel, dict[Way, bool]] = WeakKeyDictionary()
 
 
@@ -199,7 +189,7 @@ def _try(model: PreTrainedModel, way: Way) -> bool:
         )
         try:
             outcomes = _step_by_step(model, ids_NT, way)
-        except _REFUSALS:
+        except REFUSALS:
             return False
     share = _ROUNDING_OF_HALVES if model.dtype.itemsize < 4 else _ROUNDING
     allowed = share * (elsewhere - expected).norm()
