@@ -6,6 +6,7 @@ Shapes: N proposals or continuations, T tokens, S draws, B blocks.
 import math
 from collections import Counter
 from collections.abc import Callable
+from typing import Any
 from types import SimpleNamespace
 
 import numpy as np
@@ -258,6 +259,10 @@ def test_every_prefix_of_a_perplexity_has_its_own_proposals() -> None:
             assert arguments["out_of"] == 2 * 64
             seen.append(propose(*args, **arguments).proposals.ids_NT)
             return propose(*args, **arguments)
+
+        def score(self, *args: Any, **arguments: Any) -> Any:
+            assert arguments["out_of"] == 2 * 64  # real text is rounded as proposals are
+            return super().score(*args, **arguments)
 
     recorder = Recorder(joint.language_model, joint.energy_model)
     recorder.perplexity(["ba do gi lu", "ba do gi lu"], 64)
