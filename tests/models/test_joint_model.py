@@ -6,8 +6,8 @@ Shapes: N proposals or continuations, T tokens, S draws, B blocks.
 import math
 from collections import Counter
 from collections.abc import Callable
-from typing import Any
 from types import SimpleNamespace
+from typing import Any
 
 import numpy as np
 import pytest
