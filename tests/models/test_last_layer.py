@@ -11,7 +11,7 @@ import toys
 from torch import Tensor
 from transformers import PreTrainedModel
 
-from residual_ebm.models import prefix_steps
+from residual_ebm.models import last_layer, packed_linear, prefix_steps
 from residual_ebm.models.decoding import UNTRUNCATED
 from residual_ebm.models.language_model import LanguageModel, TokenFeatures
 from residual_ebm.models.last_layer import ends_in_a_plain_layer, relative_logits
@@ -19,6 +19,17 @@ from residual_ebm.models.ralm import RalmForCausalLM
 
 # What is added to every logit: bfloat16 has steps of an eighth there.
 HIGH = 24.0
+FEW = 1
+
+
+@pytest.fixture(params=["few", "many"])
+def rows(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of few, a guess is added to the logits; of many, it is a number more of each row."""
+    monkeypatch.setattr(packed_linear, "has_tiles", lambda: False)
+    if request.param == "many":
+        monkeypatch.setattr(last_layer, "FROM_ROWS", 0)
+        if not packed_linear._works():
+            pytest.skip("no layout for bfloat16 here")
 
 
 def high_model(vocabulary: int) -> PreTrainedModel:
@@ -64,6 +75,7 @@ def scored(lm: LanguageModel) -> tuple[TokenFeatures, Tensor]:
     return lm.features(ids_BT, 3), ids_BT[:, 3:]
 
 
+@pytest.mark.usefixtures("rows")
 @pytest.mark.parametrize("ask", [drawn, scored])
 @pytest.mark.parametrize("vocabulary", [7, 1000])  # every token is asked, or some
 @torch.inference_mode()
@@ -87,18 +99,19 @@ def test_states_of_the_trial_are_not_among_those_of_samples() -> None:
     assert features.hidden_BCH.shape[:2] == ids_BC.shape
 
 
+@pytest.mark.usefixtures("rows")
 @torch.inference_mode()
 def test_within_rows_are_shifted_and_behind_it_the_model_is_as_it_was() -> None:
     model = toys.causal_model().bfloat16()
     ids_BT = torch.tensor([[3, 4, 5]])
     before_BTV = model(ids_BT).logits
-    with relative_logits(model):
+    with relative_logits(model, FEW):
         shift_BTV = (model(ids_BT).logits - before_BTV).float()
-        with relative_logits(model):  # within itself
+        with relative_logits(model, FEW):  # within itself
             assert torch.equal((model(ids_BT).logits - before_BTV).float(), shift_BTV)
         assert torch.equal((model(ids_BT).logits - before_BTV).float(), shift_BTV)
     assert torch.equal(model(ids_BT).logits, before_BTV)
-    with pytest.raises(IndexError), relative_logits(model):
+    with pytest.raises(IndexError), relative_logits(model, FEW):
         model(torch.tensor([[99]]))
     assert float(shift_BTV.std(-1).max()) < 0.1 * float(shift_BTV.abs().mean())
     assert torch.equal(model(ids_BT).logits, before_BTV)
@@ -117,7 +130,7 @@ def test_within_rows_are_shifted_and_behind_it_the_model_is_as_it_was() -> None:
 def test_other_models_are_left_alone(model: PreTrainedModel) -> None:
     ids_BT = torch.tensor([[3, 4, 5]])
     before_BTV = model(ids_BT).logits
-    with relative_logits(model):
+    with relative_logits(model, FEW):
         assert torch.equal(model(ids_BT).logits, before_BTV)
 
 
@@ -125,18 +138,19 @@ def test_a_layer_that_somebody_else_has_taken_over_is_left_alone() -> None:
     model = toys.causal_model().bfloat16()
     last = model.get_output_embeddings()
     theirs = last.forward = lambda hidden: hidden.new_zeros(*hidden.shape[:-1], 7)
-    with relative_logits(model):
+    with relative_logits(model, FEW):
         assert last.forward is theirs
     assert last.forward is theirs
 
 
+@pytest.mark.usefixtures("rows")
 def test_both_factors_of_a_ralm_are_relative() -> None:
     base, residual = (toys.causal_model(seed=seed).bfloat16() for seed in (0, 1))
     ralm = RalmForCausalLM.of(base, residual).eval()
     ids_BT = torch.tensor([[3, 4, 5]])
     with torch.inference_mode():
         before_BTV = ralm(ids_BT).logits.log_softmax(-1)
-        with relative_logits(ralm):
+        with relative_logits(ralm, FEW):
             assert all("forward" in vars(part.get_output_embeddings()) for part in ralm.parts)
             within_BTV = ralm(ids_BT).logits.log_softmax(-1)
     torch.testing.assert_close(within_BTV, before_BTV, atol=0.3, rtol=0.02)
@@ -164,21 +178,23 @@ def test_a_model_is_tried_with_logits_as_they_are(
     assert taken_over == [False]
 
 
+@pytest.mark.usefixtures("rows")
 def test_factors_may_have_a_last_layer_in_common() -> None:
     base, residual = (toys.causal_model(seed=seed).bfloat16() for seed in (0, 1))
     residual.set_output_embeddings(base.get_output_embeddings())
     ralm = RalmForCausalLM.of(base, residual).eval()
     assert len({id(part.get_output_embeddings()) for part in ralm.parts}) == 1
-    with relative_logits(ralm):
+    with relative_logits(ralm, FEW):
         assert "forward" in vars(ralm.parts[0].get_output_embeddings())
     assert "forward" not in vars(ralm.parts[0].get_output_embeddings())
 
 
+@pytest.mark.usefixtures("rows")
 def test_the_guess_is_the_largest_of_those_asked() -> None:
     """Of a vocabulary of which all are asked, so that the largest logit left is zero."""
     model = toys.causal_model().bfloat16()
     ids_BT = torch.tensor([[3, 4, 5], [6, 3, 3]])
-    with torch.inference_mode(), relative_logits(model):
+    with torch.inference_mode(), relative_logits(model, FEW):
         largest_BT = model(ids_BT).logits.float().amax(-1)
     assert float(largest_BT.abs().max()) < 0.1
     with torch.inference_mode():

@@ -20,8 +20,8 @@ from transformers import PreTrainedModel
 
 from residual_ebm.errors import UserError
 from residual_ebm.models.prefix_steps import begin
+from residual_ebm.models.summary_kernel import CHUNK
 from residual_ebm.models.vocabulary import (
-    CHUNK,
     Summary,
     draw_by_summary,
     few_rows_at_once,

@@ -25,6 +25,7 @@ from transformers.masking_utils import (
 
 from residual_ebm.models.at_rest import REFUSALS, at_rest
 from residual_ebm.models.attention_interface import attention_named, scale_of_plain_scores
+from residual_ebm.models.operators import operator
 from residual_ebm.models.packed_attention import attend_both_ways, can_attend
 from residual_ebm.models.plain_causal import parts_of
 
@@ -145,17 +146,12 @@ def _works(model: PreTrainedModel) -> bool:
     return bool((outcome - expected).norm() <= _ROUNDING * (elsewhere - expected).norm())
 
 
-# An operator of its own, so that a compiled layer calls it and does not look inside.
-_library = torch.library.Library("residual_ebm", "FRAGMENT")
-_library.define(
+_operator = operator(
     "attend_both_ways(Tensor query, Tensor key, Tensor value, Tensor length, float scale)"
     " -> Tensor",
-    tags=torch.Tag.pt2_compliant_tag,
+    _by_kernel,
+    _shape_of_attended,
 )
-_library.impl("attend_both_ways", _by_kernel, "CompositeExplicitAutograd")
-_operator = torch.ops.residual_ebm.attend_both_ways.default
-torch.library.register_fake(_operator, _shape_of_attended, lib=_library)
-
 for _name, _attention in ((_NAME, _attend), (_ONLY, _attend_by_lengths)):
     AttentionInterface.register(_name, _attention)
     AttentionMaskInterface.register(_name, _lengths_or_mask)

@@ -47,13 +47,14 @@ _known: WeakKeyDictionary[PreTrainedModel, _Frozen] = WeakKeyDictionary()
 @contextmanager
 def frozen_layers(
     model: PreTrainedModel, num_tokens: int, read: Callable[[Tensor, Tensor], Any]
-) -> Iterator[None]:
+) -> Iterator[bool]:
     """Within, the layers that a model repeats run so, if there are so many tokens to read in all
-    that it pays; `read` gives ids and mask to the model as they will be given. No gradients."""
+    that it pays, and whether they do; `read` gives ids and mask to the model as they will be given.
+    No gradients."""
     layers = repeated_layers(model)
     weights = [weight for layer in layers for weight in (*layer.parameters(), *layer.buffers())]
     if num_tokens * sum(weight.numel() for weight in weights) < _FROM_READ:
-        yield
+        yield False
         return
     state = tuple((weight.data_ptr(), _times_changed(weight)) for weight in weights)
     is_new = model not in _known or _known[model].weights != state
@@ -65,7 +66,7 @@ def frozen_layers(
             tokens = min(tokens, context_length(model.config) or tokens)
             ids_BL = torch.zeros(rows, tokens, dtype=torch.int64, device=model.device)
             read(ids_BL, torch.ones_like(ids_BL))
-        yield
+        yield True
 
 
 def _times_changed(weight: Tensor) -> int:

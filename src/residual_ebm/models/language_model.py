@@ -25,6 +25,7 @@ from residual_ebm.models.device import DTYPES, resolve_device, resolve_precision
 from residual_ebm.models.last_layer import relative_logits
 from residual_ebm.models.layer_states import states_captured
 from residual_ebm.models.loading import context_length, load_pretrained, load_tokenizer
+from residual_ebm.models.packed_linear import packed_layers
 from residual_ebm.models.prefix_steps import can_share_prefix, way_of
 from residual_ebm.models.shared_prefix import forward_after_prefix
 from residual_ebm.models.vocabulary import token_statistics
@@ -156,8 +157,13 @@ class LanguageModel:
         ids_BL = ids_BT[:, :-1].to(self.device)
         # Autocast off: HeaT trains inside it, and P_LM must be the same there as everywhere else.
         capture = states_captured(self.model, captured, layers)
-        rounding = relative_logits(self.model)  # before the capture, for it may try the model too
-        with rounding, capture, torch.autocast(self.device.type, enabled=False):
+        num_rows = len(ids_BL) * (ids_BT.shape[1] - prefix_length)
+        with (
+            relative_logits(self.model, num_rows),  # before the capture: it may try the model too
+            capture,
+            packed_layers(self.model, ids_BL.numel()),
+            torch.autocast(self.device.type, enabled=False),
+        ):
             if shares:
                 logits = forward_after_prefix(self.model, ids_BL, prefix_length)
             else:
@@ -222,6 +228,7 @@ class LanguageModel:
         ids_NC, length_N, log_prob_N, proposal_N = map(torch.cat, zip(*parts, strict=True))
         return Samples(ids_NC, length_N, log_prob_N, proposal_N, truncation.describe())
 
+    @torch.inference_mode()
     def sample_chunk(
         self,
         prefix_ids_GP: Tensor,
@@ -254,7 +261,8 @@ class LanguageModel:
             given_GJC[:, 0] = given_ids_GC
             given_NC = given_GJC.flatten(0, 1).to(self.device)
         way_of(self.model, prefix_ids_GP.shape[1] + num_tokens)  # tried with logits as they are
-        with relative_logits(self.model):
+        num_rows = len(prefix_ids_GP) * num_samples * num_tokens
+        with relative_logits(self.model, num_rows), packed_layers(self.model, num_rows):
             return decode(
                 self.model,
                 prefix_ids_GP.to(self.device),
@@ -274,14 +282,14 @@ class LanguageModel:
         """`sample_chunk`, and what the network computed for each token while it was drawn."""
         hidden: list[Tensor] = []
         # Tried before, or the states of the trials would be among those wanted.
-        way_of(self.model, arguments["prefix_ids_GP"].shape[1] + arguments["num_tokens"])
-        with relative_logits(self.model), states_captured(self.model, hidden, layers):
+        prefix_GP, num_tokens = arguments["prefix_ids_GP"], arguments["num_tokens"]
+        way_of(self.model, prefix_GP.shape[1] + num_tokens)
+        num_rows = len(prefix_GP) * arguments["num_samples"] * num_tokens
+        with relative_logits(self.model, num_rows), states_captured(self.model, hidden, layers):
             decoded = self.sample_chunk(**arguments)
-        num_tokens = decoded.ids_NC.shape[1]
         # Many prefixes are read in several passes, before the first step.
-        num_prefixes = len(arguments["prefix_ids_GP"])
         rows_read = np.cumsum([len(states) for states in hidden])
-        num_passes = 1 + int(np.searchsorted(rows_read, num_prefixes))
+        num_passes = 1 + int(np.searchsorted(rows_read, len(prefix_GP)))
         prefix_G1H = torch.cat([states[:, -1:] for states in hidden[:num_passes]])
         # Fewer passes than tokens where every row ended before.
         passes = zip([prefix_G1H, *hidden[num_passes:]], decoded.row_NC.T, strict=False)

@@ -7,14 +7,15 @@ logits, and a product's sum is float32 until it is stored. So what is stored is
 
     h . w_v - guess,    guess = max of h . w_u over a few hundred tokens u,
 
-which is smaller where there is mass: the variance of this rounding falls to a twentieth.
+which is smaller where there is mass: the variance of this rounding falls to a twentieth. Of many
+rows the guess is one more of their numbers, and -1 one more weight of every token, so that logits
+are written once; that takes a copy of the weights, which are laid out for the processor as well.
 
 Shapes: R rows, H hidden size, V vocabulary, U tokens that are asked for a guess.
 """
 
 from collections.abc import Iterator
 from contextlib import contextmanager
-from functools import partial
 from typing import Any
 from weakref import WeakKeyDictionary
 
@@ -23,6 +24,7 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel
 
 from residual_ebm.models.at_rest import at_rest
+from residual_ebm.models.packed_linear import FROM_ROWS, can_pack, multiply, pack
 from residual_ebm.models.ralm import RalmForCausalLM
 
 _ASKED = 256  # tokens, spread over the vocabulary
@@ -70,8 +72,9 @@ def _plain_logits(model: PreTrainedModel) -> bool:
 
 
 @contextmanager
-def relative_logits(model: PreTrainedModel) -> Iterator[None]:
-    """Within, a model in half precision gives each row's logits less a guess of their largest."""
+def relative_logits(model: PreTrainedModel, num_rows: int) -> Iterator[None]:
+    """Within, a model in half precision gives each row's logits less a guess of their largest; so
+    many rows will go through its last layer, whose weights must not change."""
     layers = [
         factor.get_output_embeddings()
         for factor in factors_of(model)
@@ -80,7 +83,8 @@ def relative_logits(model: PreTrainedModel) -> Iterator[None]:
     # One that somebody else has taken over already is left alone; factors may have one in common.
     ours = dict.fromkeys(layer for layer in layers if "forward" not in vars(layer))
     for layer in ours:
-        layer.forward = partial(_less_a_guess, layer.weight)
+        many = num_rows >= FROM_ROWS and can_pack(layer.weight)
+        layer.forward = (_OfMany if many else _LessAGuess)(layer.weight)
     try:
         yield
     finally:
@@ -88,9 +92,25 @@ def relative_logits(model: PreTrainedModel) -> Iterator[None]:
             del layer.forward
 
 
-def _less_a_guess(weight_VH: Tensor, hidden: Tensor) -> Tensor:
-    hidden_RH = hidden.flatten(0, -2)
-    asked_UH = weight_VH[:: max(1, len(weight_VH) // _ASKED)]
-    guess_R1 = (hidden_RH @ asked_UH.T).amax(-1, keepdim=True)
-    logits_RV = torch.addmm(-guess_R1, hidden_RH, weight_VH.T)
-    return logits_RV.unflatten(0, hidden.shape[:-1])
+class _LessAGuess:
+    def __init__(self, weight_VH: Tensor) -> None:
+        self._weight_VH = weight_VH
+
+    def __call__(self, hidden: Tensor) -> Tensor:
+        hidden_RH = hidden.flatten(0, -2)
+        asked_UH = self._weight_VH[:: max(1, len(self._weight_VH) // _ASKED)]
+        guess_R1 = (hidden_RH @ asked_UH.T).amax(-1, keepdim=True)
+        return self._logits(hidden_RH, guess_R1).unflatten(0, hidden.shape[:-1])
+
+    def _logits(self, hidden_RH: Tensor, guess_R1: Tensor) -> Tensor:
+        return torch.addmm(-guess_R1, hidden_RH, self._weight_VH.T)
+
+
+class _OfMany(_LessAGuess):
+    def __init__(self, weight_VH: Tensor) -> None:
+        super().__init__(weight_VH)
+        minus_V1 = weight_VH.new_full((len(weight_VH), 1), -1.0)
+        self._packed = pack(torch.cat([weight_VH, minus_V1], dim=1))
+
+    def _logits(self, hidden_RH: Tensor, guess_R1: Tensor) -> Tensor:
+        return multiply(torch.cat([hidden_RH, guess_R1], dim=1), self._packed)

@@ -4,10 +4,8 @@ Drawing asks for it at every step: many rows with one query for each head meet a
 and each its own few tokens. Torch's fused attention takes the first for itself and a compiled loop
 the second, and both spend their time around the products. `packed_attention.c` does both at once
 with scores that never leave the processor's cache; and so it does for prefixes, and for what an
-encoder reads, which are whole rows. It is built when it is first needed, in a second, and used
-where that succeeds: AVX-512 BF16, Linux, a C compiler. Elsewhere `shared_prefix` and transformers
-compute the same in torch. Its threads are torch's own where both have one OpenMP library, as gcc
-and the packages of PyPI do; others would wait beside each other, which costs time and nothing else.
+encoder reads, which are whole rows. It is used where it can be built: AVX-512 BF16, Linux, a C
+compiler. Elsewhere `shared_prefix` and transformers compute the same in torch.
 
 Shapes: N rows, G prefixes, H heads, K heads of keys and values, R = H / K, D head size, P tokens of
 a prefix, S own tokens of a row so far, L tokens of a whole row.
@@ -15,13 +13,6 @@ a prefix, S own tokens of a row so far, L tokens of a whole row.
 
 import ctypes
 import functools
-import logging
-import os
-import shlex
-import shutil
-import subprocess
-import sys
-import tempfile
 from collections.abc import Callable
 from pathlib import Path
 from typing import NamedTuple
@@ -30,12 +21,11 @@ import torch
 from torch import Tensor
 
 from residual_ebm.models.amx import processor_lists
+from residual_ebm.models.build import built
 
 _LANES = 16  # tokens are padded to a multiple of it, and a head's numbers are one
 _SOURCE = Path(__file__).with_suffix(".c")
-_FLAGS = ("-O3", "-mavx512f", "-mavx512bf16", "-mavx512vl", "-fopenmp", "-shared", "-fPIC")
-_SECONDS = 120  # for what takes one
-_logger = logging.getLogger(__name__)
+_FLAGS = ("-mavx512f", "-mavx512bf16", "-mavx512vl")
 
 
 class _Kernel(NamedTuple):
@@ -116,26 +106,10 @@ def _refuse_unless(fits: bool) -> None:
 @functools.cache
 def _kernel() -> _Kernel | None:
     """None where it cannot be had."""
-    if sys.platform != "linux" or not processor_lists("avx512_bf16"):
+    if not processor_lists("avx512_bf16"):
         return None
-    try:  # a library once loaded needs no file
-        command = shlex.split(os.environ.get("CC", "")) or ["gcc"]
-        if shutil.which(command[0]) is None:
-            return None
-        with tempfile.TemporaryDirectory(ignore_cleanup_errors=True) as folder:
-            path = Path(folder) / "packed_attention.so"
-            subprocess.run(
-                [*command, *_FLAGS, str(_SOURCE), "-o", str(path)],
-                check=True,
-                capture_output=True,
-                text=True,
-                timeout=_SECONDS,
-            )
-            return _declared(ctypes.CDLL(str(path)))
-    except (OSError, ValueError, subprocess.SubprocessError) as error:
-        said = " ".join(str(getattr(error, "stderr", "") or "").split())
-        _logger.warning("attention is not built here, torch's is used: %s %s", error, said[:200])
-        return None
+    library = built(_SOURCE, _FLAGS, "attention")
+    return None if library is None else _declared(library)
 
 
 def _declared(library: ctypes.CDLL) -> _Kernel:

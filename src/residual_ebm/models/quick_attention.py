@@ -14,6 +14,7 @@ from residual_ebm.models.encoder_attention import attends_by_kernel, kernel_atte
 from residual_ebm.models.energy_inputs import FULL_REGISTERS, TextInputs
 from residual_ebm.models.energy_networks import TransformerEnergy
 from residual_ebm.models.frozen import frozen_layers
+from residual_ebm.models.packed_linear import packed_layers
 
 # Tokens. Forward and backward, milliseconds for 2,560 tokens in 9 heads of 64 numbers, plain and
 # fused: 22 and 49 in blocks of 160, 27 and 45 of 256, 62 and 73 of 512, 80 and 71 of 1,024.
@@ -34,7 +35,7 @@ def quick_scoring(network: TransformerEnergy, num_tokens: int) -> Iterator[int]:
     """Without matrix tiles, fused attention multiplies bfloat16 at a fraction of the rate of plain
     products, and these wait for memory between them where our kernel does not. The processor
     decides, not the clock: energies must round alike in every process. Where there are many tokens
-    to read, the layers around the kernel are compiled as well.
+    to read, weights are laid out once, or the layers around the kernel are compiled as well.
 
     Gives what rows should have a multiple of tokens of: the kernel takes them as they are.
     """
@@ -46,7 +47,11 @@ def quick_scoring(network: TransformerEnergy, num_tokens: int) -> Iterator[int]:
         def read(ids_BL: Tensor, mask_BL: Tensor) -> None:
             network(TextInputs(ids_BL, mask_BL))
 
-        with kernel_attention(model), frozen_layers(model, num_tokens, read):
+        with (
+            kernel_attention(model),
+            frozen_layers(model, num_tokens, read) as frozen,
+            nullcontext() if frozen else packed_layers(model, num_tokens),
+        ):
             yield 1
     else:
         with attention_named(model, "eager"):

@@ -33,6 +33,7 @@ from transformers.masking_utils import AttentionMaskInterface
 from residual_ebm.models.attention_interface import attention_named, scale_of_plain_scores
 from residual_ebm.models.compiled import FROM_ROWS, compiled_instead_of
 from residual_ebm.models.device import has_tiles
+from residual_ebm.models.operators import operator
 from residual_ebm.models.packed_attention import PackedLayer, attend_causal, can_attend
 
 _NAME, _CAUSAL = "residual_ebm_shared_prefix", "residual_ebm_causal"
@@ -355,18 +356,12 @@ def _no_mask(*_args: Any, **_kwargs: Any) -> None:
     """Both mask by themselves."""
 
 
-# An operator of its own, so that a compiled layer calls it and does not look inside. It is defined
-# by hand: `torch.library.custom_op` would look after it for a tenth of a millisecond a layer.
-_library = torch.library.Library("residual_ebm", "FRAGMENT")
-_library.define(
+_operator = operator(
     "attend_after_prefix(Tensor query, Tensor key, Tensor value, SymInt layer, float scale)"
     " -> Tensor",
-    tags=torch.Tag.pt2_compliant_tag,
+    _attend_after_prefix,
+    _shape_of_attended,
 )
-_library.impl("attend_after_prefix", _attend_after_prefix, "CompositeExplicitAutograd")
-_operator = torch.ops.residual_ebm.attend_after_prefix.default
-torch.library.register_fake(_operator, _shape_of_attended, lib=_library)
-
 AttentionInterface.register(_NAME, _attend)
 AttentionInterface.register(_CAUSAL, _attend_causal)
 for _name in (_NAME, _CAUSAL):

@@ -13,9 +13,8 @@ import torch
 from torch import Tensor
 
 from residual_ebm.models.compiled import compiled_instead_of
+from residual_ebm.models.summary_kernel import CHUNK, can_summarise, summarise_rows
 
-# Two levels of search: sums of this many neighbouring tokens, then the tokens of one chunk.
-CHUNK = 256
 # Float32 copies of logits are made for this many numbers at a time: they stay in the cache.
 LOGITS_AT_ONCE = 2**21
 _NEVER = -1e4  # a log mass whose exponential is zero
@@ -56,6 +55,8 @@ def few_rows_at_once(
 
 
 def summarise(logits_RV: Tensor) -> Summary:
+    if can_summarise(logits_RV):
+        return Summary(*summarise_rows(logits_RV))
     return Summary(*_summarise(logits_RV))
 
 
@@ -98,7 +99,8 @@ def token_statistics(logits: Tensor, target: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def draw_by_summary(logits_RV: Tensor, summary: Summary, uniform_R: Tensor) -> Tensor:
-    """Tokens by inverse CDF; only the chunk that holds the token is looked at again."""
+    """Tokens by inverse CDF, in two levels: sums of chunks, then the tokens of the one that holds
+    the token, which alone is looked at again."""
 
     def masses_of(chunk_R: Tensor) -> Tensor:
         score_Rc, _ = _of_chunks(logits_RV, chunk_R[:, None])
