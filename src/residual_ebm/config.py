@@ -124,6 +124,7 @@ class LanguageModelConfig(Section):
     residual_of: str | None = None
     published_parameters: Count | None = None  # what a publication counts; a dry run shows both
     training: TrainingConfig | None = None
+    validation_windows: Count = 256  # at most so many are read by each validation of the training
 
     @model_validator(mode="after")
     def _scratch_needs_both(self) -> Self:

@@ -5,7 +5,9 @@ Shapes: R rows, V vocabulary; N rows, K heads of keys, r queries of a head, S ow
 
 import contextvars
 import logging
+import os
 import signal
+import warnings
 from pathlib import Path
 from typing import Any
 
@@ -14,6 +16,7 @@ import torch
 import toys
 from torch import Tensor
 from torch._dynamo.exc import TorchDynamoException
+from torch._inductor.async_compile import AsyncCompile
 from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
 
 from residual_ebm.config import TrainingConfig
@@ -461,3 +464,16 @@ def test_a_network_of_no_model_trains_as_it_is() -> None:
     network = torch.nn.Linear(2, 1)
     with compiled_training(network, 10**15):
         assert "forward" not in vars(network)
+
+
+@pytest.mark.skipif(not hasattr(os, "fork"), reason="no forks here")
+def test_a_child_does_not_wait_for_threads_of_its_parent(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch._inductor.config, "compile_threads", 2)
+    AsyncCompile.pool().submit(int).result()
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # of the very thing
+        child = os.fork()
+    if child == 0:
+        os._exit(AsyncCompile.pool.cache_info().currsize)
+    assert os.waitpid(child, 0)[1] == 0
+    assert AsyncCompile.pool.cache_info().currsize == 1

@@ -67,3 +67,28 @@ def test_gradients_of_parts_add_up(
         torch.testing.assert_close(
             added[key], gradient, rtol=1e-3, atol=1e-3 * gradient.abs().max().item(), msg=key
         )
+
+
+@pytest.mark.parametrize(("asked", "read"), [(1, 1), (7, 7), (10**6, None)])
+def test_a_validation_reads_as_many_windows_as_it_is_told(
+    asked: int, read: int | None, tiny_copy: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    shutil.rmtree(tiny_copy / "language_models" / "base")
+    seen: list[int] = []
+    monkeypatch.setattr(
+        train_lm, "_loss", lambda _model, ids_BT: seen.append(len(ids_BT)) or torch.zeros(())
+    )
+
+    def validate_once(*_: Any, validate: Any, **_arguments: Any) -> None:
+        validate()
+        raise Caught
+
+    monkeypatch.setattr(training_run, "train", validate_once)
+    recipe = load_recipe(
+        str(tiny_copy / RECIPE), [f"language_models.base.validation_windows={asked}"]
+    )
+    run_dir = RunDirectory(tiny_copy)
+    with pytest.raises(Caught):
+        train_lm.run(recipe, run_dir)
+    there = len(train_lm.training_windows(recipe, run_dir, "validation"))
+    assert sum(seen) == (read or there) <= there

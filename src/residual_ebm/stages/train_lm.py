@@ -35,7 +35,6 @@ from residual_ebm.stages.training_run import (
 SENTENCE = "Training the language model {name}"
 SENTENCE_RESIDUAL = "Training the residual of {base} that makes the language model {name}"
 SENTENCE_AS_IT_IS = "Taking {source} as it is for the language model {name}"
-_VALIDATION_WINDOWS = 256
 # The product of an adapted SmolLM2 and the downloaded one has a loss of 5.01 where the adapted one
 # has 3.50; at this scale 3.54, and the gradient still reaches all of P_phi.
 _PRETRAINED_RESIDUAL_SCALE = 0.1
@@ -161,7 +160,8 @@ def _train(
 
     def validate() -> dict[str, float]:
         total = count = 0.0
-        for ids_BT in _batches(windows["validation"][:_VALIDATION_WINDOWS], training.batch_size):
+        held_out = windows["validation"][: config.validation_windows]
+        for ids_BT in _batches(held_out, training.batch_size):
             total += _loss(model, ids_BT).item() * len(ids_BT)
             count += len(ids_BT)
         return {"loss": total / count, "perplexity": math.exp(total / count)}
