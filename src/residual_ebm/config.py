@@ -111,6 +111,9 @@ class TrainingConfig(Section):
         return data
 
 
+_VALIDATION_WINDOWS = 256
+
+
 class LanguageModelConfig(Section):
     """`source: scratch` with an architecture, or a pretrained one, trained further or as it is.
 
@@ -124,13 +127,17 @@ class LanguageModelConfig(Section):
     residual_of: str | None = None
     published_parameters: Count | None = None  # what a publication counts; a dry run shows both
     training: TrainingConfig | None = None
-    validation_windows: Count = 256  # at most so many are read by each validation of the training
+    validation_windows: Count = _VALIDATION_WINDOWS  # each validation of the training reads so many
 
     @model_validator(mode="after")
     def _scratch_needs_both(self) -> Self:
         _check_scratch(self.source, self.architecture, self.training)
         if self.residual_of is not None and self.training is None:
             raise refusal("a residual must learn; add it", at="training", value="(missing)")
+        windows = self.validation_windows
+        if self.training is None and windows != _VALIDATION_WINDOWS:
+            remedy = "no training validates this model as it is; remove it"
+            raise refusal(remedy, at="validation_windows", value=windows)
         for key, value in (self.architecture or {}).items():
             if "drop" in key and value:
                 remedy = "language models learn without dropout; remove it"

@@ -467,9 +467,9 @@ def test_a_network_of_no_model_trains_as_it_is() -> None:
 
 
 @pytest.mark.skipif(not hasattr(os, "fork"), reason="no forks here")
-def test_a_child_does_not_wait_for_threads_of_its_parent(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(torch._inductor.config, "compile_threads", 2)
-    AsyncCompile.pool().submit(int).result()
+def test_a_child_does_not_wait_for_threads_of_its_parent() -> None:
+    with torch._inductor.config.patch(compile_threads=2):
+        AsyncCompile.pool().submit(int).result()
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # of the very thing
         child = os.fork()

@@ -19,17 +19,22 @@ from residual_ebm.models.ralm import RalmForCausalLM
 
 # What is added to every logit: bfloat16 has steps of an eighth there.
 HIGH = 24.0
-FEW = 1
 
 
 @pytest.fixture(params=["few", "many"])
-def rows(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Of few, a guess is added to the logits; of many, it is a number more of each row."""
+def kind(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> type:
+    """Of few rows a guess is added to the logits; of many, it is one more number of each."""
     monkeypatch.setattr(packed_linear, "has_tiles", lambda: False)
-    if request.param == "many":
-        monkeypatch.setattr(last_layer, "FROM_ROWS", 0)
-        if not packed_linear._works():
-            pytest.skip("no layout for bfloat16 here")
+    if request.param == "few":
+        return last_layer._LessAGuess
+    monkeypatch.setattr(last_layer, "FROM_ROWS", 0)
+    if not packed_linear._works():
+        pytest.skip("no layout for bfloat16 here")
+    return last_layer._OfMany
+
+
+def taken_by(model: PreTrainedModel) -> type:
+    return type(vars(model.get_output_embeddings())["forward"])
 
 
 def high_model(vocabulary: int) -> PreTrainedModel:
@@ -75,14 +80,17 @@ def scored(lm: LanguageModel) -> tuple[TokenFeatures, Tensor]:
     return lm.features(ids_BT, 3), ids_BT[:, 3:]
 
 
-@pytest.mark.usefixtures("rows")
 @pytest.mark.parametrize("ask", [drawn, scored])
 @pytest.mark.parametrize("vocabulary", [7, 1000])  # every token is asked, or some
 @torch.inference_mode()
 def test_log_probs_are_hardly_rounded_by_the_last_layer(
-    ask: Callable[[LanguageModel], tuple[TokenFeatures, Tensor]], vocabulary: int
+    ask: Callable[[LanguageModel], tuple[TokenFeatures, Tensor]],
+    vocabulary: int,
+    kind: type,
 ) -> None:
     model = high_model(vocabulary)
+    with relative_logits(model):
+        assert taken_by(model) is kind
     features, ids_BC = ask(LanguageModel(model, toys.word_tokenizer()))
     logits = features.hidden_BCH.double() @ model.get_output_embeddings().weight.double().T
     assert float(logits.amax(-1).median()) > HIGH
@@ -99,19 +107,19 @@ def test_states_of_the_trial_are_not_among_those_of_samples() -> None:
     assert features.hidden_BCH.shape[:2] == ids_BC.shape
 
 
-@pytest.mark.usefixtures("rows")
 @torch.inference_mode()
-def test_within_rows_are_shifted_and_behind_it_the_model_is_as_it_was() -> None:
+def test_within_rows_are_shifted_and_behind_it_the_model_is_as_it_was(kind: type) -> None:
     model = toys.causal_model().bfloat16()
     ids_BT = torch.tensor([[3, 4, 5]])
     before_BTV = model(ids_BT).logits
-    with relative_logits(model, FEW):
+    with relative_logits(model):
+        assert taken_by(model) is kind
         shift_BTV = (model(ids_BT).logits - before_BTV).float()
-        with relative_logits(model, FEW):  # within itself
+        with relative_logits(model):  # within itself
             assert torch.equal((model(ids_BT).logits - before_BTV).float(), shift_BTV)
         assert torch.equal((model(ids_BT).logits - before_BTV).float(), shift_BTV)
     assert torch.equal(model(ids_BT).logits, before_BTV)
-    with pytest.raises(IndexError), relative_logits(model, FEW):
+    with pytest.raises(IndexError), relative_logits(model):
         model(torch.tensor([[99]]))
     assert float(shift_BTV.std(-1).max()) < 0.1 * float(shift_BTV.abs().mean())
     assert torch.equal(model(ids_BT).logits, before_BTV)
@@ -130,7 +138,7 @@ def test_within_rows_are_shifted_and_behind_it_the_model_is_as_it_was() -> None:
 def test_other_models_are_left_alone(model: PreTrainedModel) -> None:
     ids_BT = torch.tensor([[3, 4, 5]])
     before_BTV = model(ids_BT).logits
-    with relative_logits(model, FEW):
+    with relative_logits(model):
         assert torch.equal(model(ids_BT).logits, before_BTV)
 
 
@@ -138,20 +146,19 @@ def test_a_layer_that_somebody_else_has_taken_over_is_left_alone() -> None:
     model = toys.causal_model().bfloat16()
     last = model.get_output_embeddings()
     theirs = last.forward = lambda hidden: hidden.new_zeros(*hidden.shape[:-1], 7)
-    with relative_logits(model, FEW):
+    with relative_logits(model):
         assert last.forward is theirs
     assert last.forward is theirs
 
 
-@pytest.mark.usefixtures("rows")
-def test_both_factors_of_a_ralm_are_relative() -> None:
+def test_both_factors_of_a_ralm_are_relative(kind: type) -> None:
     base, residual = (toys.causal_model(seed=seed).bfloat16() for seed in (0, 1))
     ralm = RalmForCausalLM.of(base, residual).eval()
     ids_BT = torch.tensor([[3, 4, 5]])
     with torch.inference_mode():
         before_BTV = ralm(ids_BT).logits.log_softmax(-1)
-        with relative_logits(ralm, FEW):
-            assert all("forward" in vars(part.get_output_embeddings()) for part in ralm.parts)
+        with relative_logits(ralm):
+            assert [taken_by(part) for part in ralm.parts] == [kind, kind]
             within_BTV = ralm(ids_BT).logits.log_softmax(-1)
     torch.testing.assert_close(within_BTV, before_BTV, atol=0.3, rtol=0.02)
     assert not any("forward" in vars(part.get_output_embeddings()) for part in ralm.parts)
@@ -178,23 +185,23 @@ def test_a_model_is_tried_with_logits_as_they_are(
     assert taken_over == [False]
 
 
-@pytest.mark.usefixtures("rows")
-def test_factors_may_have_a_last_layer_in_common() -> None:
+@torch.inference_mode()
+def test_factors_may_have_a_last_layer_in_common(kind: type) -> None:
     base, residual = (toys.causal_model(seed=seed).bfloat16() for seed in (0, 1))
     residual.set_output_embeddings(base.get_output_embeddings())
     ralm = RalmForCausalLM.of(base, residual).eval()
     assert len({id(part.get_output_embeddings()) for part in ralm.parts}) == 1
-    with relative_logits(ralm, FEW):
-        assert "forward" in vars(ralm.parts[0].get_output_embeddings())
+    with relative_logits(ralm):
+        assert taken_by(ralm.parts[0]) is kind
     assert "forward" not in vars(ralm.parts[0].get_output_embeddings())
 
 
-@pytest.mark.usefixtures("rows")
-def test_the_guess_is_the_largest_of_those_asked() -> None:
+def test_the_guess_is_the_largest_of_those_asked(kind: type) -> None:
     """Of a vocabulary of which all are asked, so that the largest logit left is zero."""
     model = toys.causal_model().bfloat16()
     ids_BT = torch.tensor([[3, 4, 5], [6, 3, 3]])
-    with torch.inference_mode(), relative_logits(model, FEW):
+    with torch.inference_mode(), relative_logits(model):
+        assert taken_by(model) is kind
         largest_BT = model(ids_BT).logits.float().amax(-1)
     assert float(largest_BT.abs().max()) < 0.1
     with torch.inference_mode():
@@ -219,3 +226,22 @@ def test_models_that_scale_or_cap_their_logits_do_not_end_in_a_plain_layer() -> 
     assert ends_in_a_plain_layer(toys.causal_model())
     assert not ends_in_a_plain_layer(toys.causal_model("gemma2", final_logit_softcapping=3.0))
     assert not ends_in_a_plain_layer(toys.causal_model("gptj"))
+
+
+@torch.inference_mode()
+def test_a_layer_that_cannot_be_taken_over_leaves_the_others_as_they_were(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    ralm = RalmForCausalLM.of(*(toys.causal_model(seed=seed).bfloat16() for seed in (0, 1)))
+    taken: list[Tensor] = []
+
+    def no_room(weight_VH: Tensor) -> object:
+        taken.append(weight_VH)
+        if len(taken) == 2:
+            raise MemoryError
+        return lambda hidden: hidden
+
+    monkeypatch.setattr(last_layer, "_LessAGuess", no_room)
+    with pytest.raises(MemoryError), relative_logits(ralm.eval()):
+        pass
+    assert not any("forward" in vars(part.get_output_embeddings()) for part in ralm.parts)

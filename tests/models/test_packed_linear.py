@@ -5,7 +5,10 @@ Shapes: B rows, T tokens.
 
 import logging
 import threading
+import weakref
 from collections.abc import Callable
+from contextlib import nullcontext
+from typing import Any
 
 import pytest
 import torch
@@ -14,8 +17,12 @@ from encoders import encoder
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
-from residual_ebm.models import packed_linear
+from residual_ebm.models import last_layer, packed_linear, quick_attention
 from residual_ebm.models.compiled import compile_whole, compiled_layers
+from residual_ebm.models.decoding import UNTRUNCATED
+from residual_ebm.models.energy_inputs import TextInputs
+from residual_ebm.models.energy_networks import TransformerEnergy
+from residual_ebm.models.language_model import LanguageModel
 from residual_ebm.models.packed_linear import (
     FROM_ROWS,
     can_pack,
@@ -23,6 +30,8 @@ from residual_ebm.models.packed_linear import (
     pack,
     packed_layers,
 )
+from residual_ebm.models.quick_attention import quick_scoring
+from residual_ebm.models.ralm import RalmForCausalLM
 
 IDS_BT = torch.tensor([[3, 4, 5, 6], [6, 3, 3, 4]])
 
@@ -123,7 +132,7 @@ def test_nothing_is_laid_out_for_few_rows_for_gradients_or_in_float32() -> None:
 @pytest.mark.usefixtures("packs")
 @torch.inference_mode()
 def test_more_weights_than_there_may_be_room_for_are_left(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(packed_linear, "_UP_TO", 100)
+    monkeypatch.setattr(packed_linear, "UP_TO", 100)
     model = toys.causal_model().bfloat16()
     with packed_layers(model, FROM_ROWS):
         assert number_packed(model) == 0
@@ -182,16 +191,142 @@ def test_compiled_layers_are_as_many_as_without_whatever_their_weights() -> None
 
 
 @pytest.mark.usefixtures("packs")
-def test_weights_of_one_place_and_two_shapes_are_told_apart() -> None:
+@torch.inference_mode()
+def test_weights_of_one_place_are_told_apart_by_shape_and_strides() -> None:
+    draw = torch.Generator().manual_seed(0)
+    weight_OI = torch.randn(64, 64, generator=draw).bfloat16()
+    rows = torch.randn(9, 64, generator=draw).bfloat16()
     model = toys.causal_model().bfloat16()
-    attention = model.get_decoder().layers[0].self_attn
-    first_weights = attention.q_proj.weight.data[: len(attention.k_proj.weight)]
-    attention.k_proj.weight = nn.Parameter(first_weights, requires_grad=False)
-    assert attention.k_proj.weight.data_ptr() == attention.q_proj.weight.data_ptr()
-    with torch.inference_mode():
-        before = outcome(model)
+    views = [weight_OI, weight_OI.T, weight_OI[:32], weight_OI[::2]]
+    assert len({view.data_ptr() for view in views}) == 1
+    with packed_layers(model, FROM_ROWS):
+        for view in (*views, *views):
+            outcome = packed_linear._operator(rows, view, None)
+            expected = nn.functional.linear(rows, view)
+            torch.testing.assert_close(outcome, expected, rtol=0.01, atol=0.01)
+
+
+@pytest.mark.usefixtures("packs")
+@torch.inference_mode()
+def test_rows_of_another_type_are_multiplied_as_autocast_does() -> None:
+    model = toys.causal_model().bfloat16()
+    layer = linears(model)[0]
+    rows = torch.randn(9, layer.in_features, generator=torch.Generator().manual_seed(0))
+    with torch.autocast("cpu", torch.bfloat16):
+        expected = layer(rows)
         with packed_layers(model, FROM_ROWS):
-            torch.testing.assert_close(outcome(model), before, rtol=0.02, atol=0.02)
+            assert torch.equal(layer(rows), expected)
+
+
+@pytest.mark.usefixtures("packs")
+def test_gradients_of_another_thread_are_not_lost() -> None:
+    model = toys.causal_model().bfloat16()
+    layer = linears(model)[0]
+    with torch.inference_mode():
+        within = packed_layers(model, FROM_ROWS)
+        within.__enter__()
+    try:
+        assert type(layer) is not nn.Linear
+        layer(torch.ones(2, layer.in_features).bfloat16()).sum().backward()
+        assert layer.weight.grad is not None
+    finally:
+        within.__exit__(None, None, None)
+    assert type(layer) is nn.Linear
+
+
+@pytest.mark.usefixtures("packs")
+@torch.inference_mode()
+def test_layouts_are_let_go() -> None:
+    model, kept = toys.causal_model().bfloat16(), list[weakref.ref[Tensor]]()
+    with packed_layers(model, FROM_ROWS):
+        outcome(model)
+        packed = packed_linear._packed.get()
+        assert packed
+        kept += [weakref.ref(layout) for _, layout in packed.values()]
+        del packed
+    assert not any(layout() is not None for layout in kept)
+    assert packed_linear._packed.get() is None
+
+
+@pytest.mark.usefixtures("packs")
+@torch.inference_mode()
+def test_neither_factor_of_a_ralm_has_its_vocabulary_laid_out() -> None:
+    base, residual = (toys.causal_model(seed=seed).bfloat16() for seed in (0, 1))
+    ralm = RalmForCausalLM.of(base, residual).eval()
+    last = [part.get_output_embeddings() for part in ralm.parts]
+    before = outcome(ralm)
+    with packed_layers(ralm, FROM_ROWS):
+        assert [type(layer) for layer in last] == [nn.Linear, nn.Linear]
+        assert number_packed(ralm) == len(linears(ralm)) - 2
+        torch.testing.assert_close(outcome(ralm), before, rtol=0.05, atol=0.05)
+
+
+@pytest.fixture
+def products(packs: None, monkeypatch: pytest.MonkeyPatch) -> list[int]:
+    """How many rows each product with a layout had, however few rows there are."""
+    assert packs is None
+    made: list[int] = []
+
+    def counted(rows_RI: Tensor, packed_OI: Tensor, bias_O: Tensor | None = None) -> Tensor:
+        made.append(rows_RI.shape[0])
+        return multiply(rows_RI, packed_OI, bias_O)
+
+    for module in (packed_linear, last_layer):
+        monkeypatch.setattr(module, "FROM_ROWS", 1)
+        monkeypatch.setattr(module, "multiply", counted)
+    return made
+
+
+@pytest.mark.parametrize("with_features", [False, True])
+def test_samples_are_drawn_with_layouts(
+    products: list[int], with_features: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    lm = LanguageModel(toys.causal_model().bfloat16(), toys.word_tokenizer())
+    last = lm.model.get_output_embeddings()
+
+    def drawn() -> tuple[Tensor, Tensor]:
+        chunk: dict[str, Any] = {
+            "prefix_ids_GP": torch.tensor([toys.prompt_ids()]),
+            "prefix_numbers": [0],
+            "first_sample": 0,
+            "num_samples": 40,
+            "num_tokens": 3,
+            "seed": 0,
+            "truncation": UNTRUNCATED,
+            "stop_at_end": False,
+        }
+        decoded = (
+            lm.sample_chunk_with_features(**chunk)[0] if with_features else lm.sample_chunk(**chunk)
+        )
+        return decoded.ids_NC, decoded.log_prob_NC
+
+    ids_NC, log_prob_NC = drawn()
+    num_layers = len([layer for layer in linears(lm.model) if layer is not last])
+    assert len(products) == 3 * (num_layers + 1)  # once for the prefix, twice for samples
+    for module in (packed_linear, last_layer):
+        monkeypatch.setattr(module, "FROM_ROWS", 10**9)
+    products.clear()
+    plain_ids_NC, plain_log_prob_NC = drawn()
+    assert not products
+    same_N = (ids_NC == plain_ids_NC).all(-1)
+    assert same_N.float().mean() > 0.8
+    torch.testing.assert_close(log_prob_NC[same_N], plain_log_prob_NC[same_N], rtol=0, atol=0.05)
+
+
+@pytest.mark.parametrize("frozen", [False, True])
+def test_encoders_score_with_layouts_unless_their_layers_are_compiled_around_weights(
+    products: list[int], frozen: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    model = encoder("bert", torch.bfloat16)
+    monkeypatch.setattr(quick_attention, "has_tiles", lambda: False)
+    monkeypatch.setattr(quick_attention, "attends_by_kernel", lambda _model: True)
+    monkeypatch.setattr(quick_attention, "kernel_attention", lambda _model: nullcontext())
+    monkeypatch.setattr(quick_attention, "frozen_layers", lambda *_: nullcontext(frozen))
+    network = TransformerEnergy(model).bfloat16()
+    ids_BL = torch.full((3, 5), 3)
+    with torch.inference_mode(), quick_scoring(network, 15):
+        network(TextInputs(ids_BL, torch.ones_like(ids_BL)))
+    assert (len(products) == 0) == frozen
 
 
 def test_without_the_operators_products_are_torchs(

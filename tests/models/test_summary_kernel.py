@@ -4,6 +4,7 @@ Shapes: R rows, V vocabulary, K chunks of it.
 """
 
 import logging
+import shutil
 from pathlib import Path
 
 import pytest
@@ -43,25 +44,60 @@ def in_float64(logits_RV: Tensor) -> Summary:
     )
 
 
-def assert_right(logits_RV: Tensor) -> None:
+def assert_right(logits_RV: Tensor, rtol: float = 3e-6) -> None:
     assert can_summarise(logits_RV)
     for ours, exact in zip(summarise_rows(logits_RV), in_float64(logits_RV), strict=True):
-        torch.testing.assert_close(ours.double(), exact, rtol=2e-5, atol=1e-30)
+        torch.testing.assert_close(ours.double(), exact, rtol=rtol, atol=1e-30)
 
 
 @pytest.mark.usefixtures("kernel")
 @pytest.mark.parametrize("scale", [0.0, 1.0, 6.0, 60.0])
 @pytest.mark.parametrize("size", [1, 15, 16, 255, 256, 257, 1000, 16 * 256, 17 * 256 + 5])
 def test_a_summary_is_that_of_float64(size: int, scale: float) -> None:
-    assert_right(random_logits(9, size, scale))
+    rounding_of_large_differences = 1e-7 * scale
+    assert_right(random_logits(9, size, scale), 3e-6 + rounding_of_large_differences)
 
 
 @pytest.mark.usefixtures("kernel")
-def test_the_mean_error_of_a_sum_is_smaller_than_what_bfloat16_shows() -> None:
+def test_a_sum_of_masses_is_hardly_off() -> None:
     logits_RV = random_logits(500, 5000, 2.0)
     summary, exact = Summary(*summarise_rows(logits_RV)), in_float64(logits_RV)
     error_R = (summary.total().double() / exact.mass_RK.sum(-1)).log()
-    assert float(error_R.abs().max()) < 4e-6
+    assert float(error_R.abs().max()) < 3e-7
+
+
+@pytest.mark.usefixtures("kernel")
+@pytest.mark.parametrize("place", [0, 255, 256, 599])
+def test_of_a_token_that_is_certain_no_log_prob_is_above_zero(place: int) -> None:
+    logits_RV = torch.full((3, 600), -40.0).bfloat16()
+    logits_RV[:, place] = torch.tensor([0.0, 30.0, -25.0]).bfloat16()
+    summary = Summary(*summarise_rows(logits_RV))
+    assert (summary.total() >= 1).all()
+    assert (summary.log_prob(logits_RV, torch.full((3,), place)) <= 0).all()
+    assert (summary.entropy() >= 0).all()
+
+
+@pytest.mark.usefixtures("kernel")
+def test_the_last_token_of_a_chunk_is_drawn_as_often_as_it_is_scored() -> None:
+    """Were masses of the chunk and of its tokens to differ, it would get all of the difference."""
+    num_tokens = 2 * CHUNK
+    logits_1V = torch.full((1, num_tokens), -torch.inf).bfloat16()
+    logits_1V[0, 0], logits_1V[0, 1:200], logits_1V[0, CHUNK - 1] = 0.0, -0.8125, -9.0
+    logits_1V[0, CHUNK : CHUNK + 200] = -1.0
+    summary = vocabulary.summarise(logits_1V)
+
+    def first_from(token: int) -> float:
+        """The least uniform number that draws this token or a later one."""
+        low, high = 0.0, 1.0
+        for _ in range(60):
+            middle = (low + high) / 2
+            drawn = draw_by_summary(logits_1V, summary, torch.tensor([middle], dtype=torch.float64))
+            low, high = (low, middle) if int(drawn) >= token else (middle, high)
+        return high
+
+    drawn = first_from(CHUNK) - first_from(CHUNK - 1)
+    scored = float(summary.log_prob(logits_1V, torch.tensor([CHUNK - 1])).double().exp())
+    assert drawn == pytest.approx(scored, rel=1e-3)
 
 
 @pytest.mark.usefixtures("kernel")
@@ -152,6 +188,7 @@ def test_without_the_instructions_there_is_no_kernel(monkeypatch: pytest.MonkeyP
     assert summary_kernel._kernel.__wrapped__() is None
 
 
+@pytest.mark.skipif(shutil.which("gcc") is None, reason="no compiler here")
 def test_a_build_that_fails_is_told(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
@@ -159,4 +196,4 @@ def test_a_build_that_fails_is_told(
     monkeypatch.setattr(summary_kernel, "_SOURCE", tmp_path / "gone.c")
     with caplog.at_level(logging.WARNING):
         assert summary_kernel._kernel.__wrapped__() is None
-    assert not caplog.records or "the summary of logits" in caplog.text
+    assert "the summary of logits is not built here" in caplog.text

@@ -8,6 +8,7 @@ import pytest
 import torch
 from torch import Tensor
 
+from residual_ebm.errors import UserError
 from residual_ebm.files.run_directory import RECIPE, RunDirectory
 from residual_ebm.recipe_file import load_recipe
 from residual_ebm.stages import train_encoder, train_energy, train_lm, training_run
@@ -95,3 +96,10 @@ def test_a_validation_reads_as_many_windows_as_it_is_told(
         train_lm.run(recipe, run_dir)
     there = len(train_lm.training_windows(recipe, run_dir, "validation"))
     assert sum(seen) == (read or there) <= there
+
+
+def test_windows_for_a_model_that_does_not_learn_are_refused(tiny_copy: Path) -> None:
+    model = "{name: there, source: 'asset:smollm2-135m', validation_windows: 9}"
+    with pytest.raises(UserError, match="no training validates this model") as caught:
+        load_recipe(str(tiny_copy / RECIPE), [f"language_models=[{model}]"])
+    assert "validation_windows" in caught.value.field

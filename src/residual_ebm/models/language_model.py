@@ -157,13 +157,8 @@ class LanguageModel:
         ids_BL = ids_BT[:, :-1].to(self.device)
         # Autocast off: HeaT trains inside it, and P_LM must be the same there as everywhere else.
         capture = states_captured(self.model, captured, layers)
-        num_rows = len(ids_BL) * (ids_BT.shape[1] - prefix_length)
-        with (
-            relative_logits(self.model, num_rows),  # before the capture: it may try the model too
-            capture,
-            packed_layers(self.model, ids_BL.numel()),
-            torch.autocast(self.device.type, enabled=False),
-        ):
+        rounding = relative_logits(self.model)  # before the capture, for it may try the model too
+        with rounding, capture, torch.autocast(self.device.type, enabled=False):
             if shares:
                 logits = forward_after_prefix(self.model, ids_BL, prefix_length)
             else:
@@ -261,8 +256,8 @@ class LanguageModel:
             given_GJC[:, 0] = given_ids_GC
             given_NC = given_GJC.flatten(0, 1).to(self.device)
         way_of(self.model, prefix_ids_GP.shape[1] + num_tokens)  # tried with logits as they are
-        num_rows = len(prefix_ids_GP) * num_samples * num_tokens
-        with relative_logits(self.model, num_rows), packed_layers(self.model, num_rows):
+        num_drawn = len(prefix_ids_GP) * num_samples * num_tokens
+        with relative_logits(self.model, num_drawn), packed_layers(self.model, num_drawn):
             return decode(
                 self.model,
                 prefix_ids_GP.to(self.device),
@@ -284,8 +279,8 @@ class LanguageModel:
         # Tried before, or the states of the trials would be among those wanted.
         prefix_GP, num_tokens = arguments["prefix_ids_GP"], arguments["num_tokens"]
         way_of(self.model, prefix_GP.shape[1] + num_tokens)
-        num_rows = len(prefix_GP) * arguments["num_samples"] * num_tokens
-        with relative_logits(self.model, num_rows), states_captured(self.model, hidden, layers):
+        num_drawn = len(prefix_GP) * arguments["num_samples"] * num_tokens
+        with relative_logits(self.model, num_drawn), states_captured(self.model, hidden, layers):
             decoded = self.sample_chunk(**arguments)
         # Many prefixes are read in several passes, before the first step.
         rows_read = np.cumsum([len(states) for states in hidden])

@@ -24,7 +24,7 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel
 
 from residual_ebm.models.at_rest import at_rest
-from residual_ebm.models.packed_linear import FROM_ROWS, can_pack, multiply, pack
+from residual_ebm.models.packed_linear import FROM_ROWS, UP_TO, can_pack, multiply, pack
 from residual_ebm.models.ralm import RalmForCausalLM
 
 _ASKED = 256  # tokens, spread over the vocabulary
@@ -72,9 +72,10 @@ def _plain_logits(model: PreTrainedModel) -> bool:
 
 
 @contextmanager
-def relative_logits(model: PreTrainedModel, num_rows: int) -> Iterator[None]:
-    """Within, a model in half precision gives each row's logits less a guess of their largest; so
-    many rows will go through its last layer, whose weights must not change."""
+def relative_logits(model: PreTrainedModel, num_rows: int = 0) -> Iterator[None]:
+    """Within, a model in half precision gives each row's logits less a guess of their largest. Who
+    knows that many rows will go through its last layer says how many; its weights must not change
+    then."""
     layers = [
         factor.get_output_embeddings()
         for factor in factors_of(model)
@@ -82,14 +83,15 @@ def relative_logits(model: PreTrainedModel, num_rows: int) -> Iterator[None]:
     ]
     # One that somebody else has taken over already is left alone; factors may have one in common.
     ours = dict.fromkeys(layer for layer in layers if "forward" not in vars(layer))
-    for layer in ours:
-        many = num_rows >= FROM_ROWS and can_pack(layer.weight)
-        layer.forward = (_OfMany if many else _LessAGuess)(layer.weight)
     try:
+        for layer in ours:
+            weight_VH = layer.weight
+            many = num_rows >= FROM_ROWS and weight_VH.numel() <= UP_TO and can_pack(weight_VH)
+            layer.forward = (_OfMany if many else _LessAGuess)(weight_VH)
         yield
     finally:
         for layer in ours:
-            del layer.forward
+            vars(layer).pop("forward", None)
 
 
 class _LessAGuess:

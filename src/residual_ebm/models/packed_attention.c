@@ -11,8 +11,7 @@
 #include <omp.h>
 #include <stdint.h>
 
-#include "power_of_two.h"
-
+#define INLINE static inline __attribute__((always_inline))
 #define LANES 16
 #define PADDED(tokens) (((tokens) + LANES - 1) / LANES * LANES)
 #define NEVER -3e38f /* next to the least there is: a score whose exponential is next to nothing */
@@ -122,6 +121,19 @@ static void multiply(int64_t num_rows, rows_of_pairs rows, int64_t pairs, const 
 #undef COLUMNS
 }
 
+/* 2^x for x <= 0, to 3e-6 of it, where masses are rounded to 2e-3; and 2e-38 at least: much smaller
+   numbers are slow on some processors. What is no number stays none. */
+INLINE __m512 power_of_two(__m512 x) {
+    x = _mm512_max_ps(_mm512_set1_ps(-125.0f), x);
+    const __m512 whole = _mm512_roundscale_ps(x, 0), rest = _mm512_sub_ps(x, whole);
+    __m512 series = _mm512_set1_ps(9.5701022e-3f); /* least largest error for rests up to a half */
+    series = _mm512_fmadd_ps(series, rest, _mm512_set1_ps(5.59178628e-2f));
+    series = _mm512_fmadd_ps(series, rest, _mm512_set1_ps(0.240247443f));
+    series = _mm512_fmadd_ps(series, rest, _mm512_set1_ps(0.693121791f));
+    series = _mm512_fmadd_ps(series, rest, _mm512_set1_ps(0.999999285f));
+    return _mm512_scalef_ps(series, whole);
+}
+
 INLINE void store_rounded(number *to, __m512 values) {
     _mm256_storeu_si256((__m256i *)to, (__m256i)_mm512_cvtneps_pbh(values));
 }
@@ -138,7 +150,7 @@ INLINE void masses_of(int64_t count, float *score, number *mass, float *outcome,
             largest = _mm512_max_ps(largest, _mm512_loadu_ps(score + i * width + t));
         outcome[i * D] = _mm512_reduce_max_ps(largest);
     }
-    const __m512 binary_scale = _mm512_set1_ps(LOG2_OF_E * scale);
+    const __m512 binary_scale = _mm512_set1_ps(1.44269504f * scale);
     for (int64_t i = 0; i < count; i++) {
         const __m512 largest = _mm512_set1_ps(outcome[i * D]);
         __m512 total = _mm512_setzero_ps();

@@ -34,8 +34,9 @@ def quick_backward(network: nn.Module, length: int) -> AbstractContextManager[No
 def quick_scoring(network: TransformerEnergy, num_tokens: int) -> Iterator[int]:
     """Without matrix tiles, fused attention multiplies bfloat16 at a fraction of the rate of plain
     products, and these wait for memory between them where our kernel does not. The processor
-    decides, not the clock: energies must round alike in every process. Where there are many tokens
-    to read, weights are laid out once, or the layers around the kernel are compiled as well.
+    decides, not the clock: energies must round alike in every process. Around the kernel, weights
+    are laid out once where there are many tokens to read in all, and layers are compiled where
+    there are very many.
 
     Gives what rows should have a multiple of tokens of: the kernel takes them as they are.
     """

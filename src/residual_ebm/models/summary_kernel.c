@@ -3,16 +3,17 @@
 
    Shapes: R rows, V vocabulary, K chunks of it, of CHUNK tokens each but for the last. */
 
+#include <immintrin.h>
 #include <omp.h>
 #include <stdint.h>
 
-#include "power_of_two.h"
-
+#define INLINE static inline __attribute__((always_inline))
 #define LANES 16
 #define CHUNK 256
-#define NEVER -1e4f  /* a log mass whose exponential is zero */
-#define LOWEST -1e30f /* below any logit */
+#define NEVER -1e4f   /* a log mass whose exponential is zero */
+#define LOWEST -1e30f /* below the largest logit of a chunk of which any token can come */
 #define MINUS_INFINITY 0xff80
+#define LOG2_OF_E 1.44269504f
 #define LN_OF_2 0.693147181f
 
 typedef uint16_t number; /* a bfloat16 */
@@ -22,11 +23,22 @@ INLINE __m512 wide(const number *place) {
     return (__m512)_mm512_slli_epi32(halves, 16);
 }
 
-/* Of exponents below those of power_of_two, nothing at all: what cannot come has no mass. */
+/* 2^x for x <= 0, to 2e-7 of it, and 2^0 is 1: no log-prob may come out above 0. Nothing at all
+   below 2^-125: what cannot come has no mass. What is no number stays none. */
 INLINE __m512 mass_of(__m512 exponent) {
-    const __mmask16 next_to_nothing =
-        _mm512_cmp_ps_mask(exponent, _mm512_set1_ps(-125.0f), _CMP_LT_OQ);
-    return _mm512_mask_mov_ps(power_of_two(exponent), next_to_nothing, _mm512_setzero_ps());
+    const __m512 least = _mm512_set1_ps(-125.0f);
+    const __mmask16 nothing = _mm512_cmp_ps_mask(exponent, least, _CMP_LT_OQ);
+    exponent = _mm512_max_ps(least, exponent);
+    const __m512 whole = _mm512_roundscale_ps(exponent, 0);
+    const __m512 rest = _mm512_sub_ps(exponent, whole); /* up to a half: six terms of Taylor's */
+    __m512 series = _mm512_set1_ps(1.54035304e-4f);
+    series = _mm512_fmadd_ps(series, rest, _mm512_set1_ps(1.33335581e-3f));
+    series = _mm512_fmadd_ps(series, rest, _mm512_set1_ps(9.61812911e-3f));
+    series = _mm512_fmadd_ps(series, rest, _mm512_set1_ps(5.55041087e-2f));
+    series = _mm512_fmadd_ps(series, rest, _mm512_set1_ps(0.240226507f));
+    series = _mm512_fmadd_ps(series, rest, _mm512_set1_ps(0.693147181f));
+    series = _mm512_fmadd_ps(series, rest, _mm512_set1_ps(1.0f));
+    return _mm512_mask_mov_ps(_mm512_scalef_ps(series, whole), nothing, _mm512_setzero_ps());
 }
 
 /* Keeps what is no number: the second factor is given back then. */

@@ -149,14 +149,17 @@ def inverse_cdf(mass_RV: Tensor, uniform_R: Tensor) -> Tensor:
 def _search(
     chunk_mass_RK: Tensor, masses_of: Callable[[Tensor], Tensor], uniform_R: Tensor
 ) -> Tensor:
-    """Float64 sums: of chunks, then of the tokens of the chunk found."""
+    """Float64 sums: of chunks, then of the tokens of the chunk found. These may add up to a little
+    less than the chunk was said to have; without the ratio of both, what is missing would all go to
+    its last token, however unlikely that is."""
     chunk_cdf_RK = chunk_mass_RK.cumsum(-1)
     target_R = uniform_R.to(torch.float64) * chunk_cdf_RK[:, -1]
-    chunk_R = _first_above(chunk_cdf_RK, target_R)
-    shifted_RK = torch.nn.functional.pad(chunk_cdf_RK, (1, 0))
-    before_R = shifted_RK.gather(1, chunk_R[:, None])[:, 0]
-    cdf_Rc = masses_of(chunk_R).cumsum(-1, dtype=torch.float64)
-    return chunk_R * CHUNK + _first_above(cdf_Rc, target_R - before_R)
+    chunk_R1 = _first_above(chunk_cdf_RK, target_R)[:, None]
+    mass_R = chunk_mass_RK.gather(1, chunk_R1)[:, 0]
+    before_R = chunk_cdf_RK.gather(1, chunk_R1)[:, 0] - mass_R
+    cdf_Rc = masses_of(chunk_R1[:, 0]).cumsum(-1, dtype=torch.float64)
+    inside_R = (target_R - before_R) * (cdf_Rc[:, -1] / mass_R)
+    return chunk_R1[:, 0] * CHUNK + _first_above(cdf_Rc, inside_R)
 
 
 def _first_above(cdf_RK: Tensor, target_R: Tensor) -> Tensor:

@@ -18,7 +18,6 @@ from residual_ebm.models.compiled import FROM_ROWS, compiled_instead_of
 from residual_ebm.models.last_layer import ends_in_a_plain_layer, factors_of
 from residual_ebm.models.masking import IGNORED
 from residual_ebm.models.ralm import RalmForCausalLM
-from residual_ebm.models.vocabulary import summarise
 
 _LOGITS_AT_ONCE = 2**25
 
@@ -111,7 +110,8 @@ def _some_rows(num_rows: int, vocabulary: int) -> Iterator[slice]:
 
 def _loss_alone(logits_RV: Tensor, target_R: Tensor) -> Tensor:
     """The sum over rows, in float64."""
-    return -summarise(logits_RV).log_prob(logits_RV, target_R).sum(dtype=torch.float64)
+    loss_R = nn.functional.cross_entropy(logits_RV.float(), target_R, reduction="none")
+    return loss_R.sum(dtype=torch.float64)
 
 
 def _cross_entropy(logits_RV: Tensor, target_R: Tensor) -> Tensor:
