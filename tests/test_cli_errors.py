@@ -8,6 +8,7 @@ import subprocess
 import sys
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -817,7 +818,17 @@ def test_a_damaged_manifest_or_results_file_is_named(
 def half_trained(
     rebm: Rebm, tiny_copy: Path, set_options: list[str], monkeypatch: pytest.MonkeyPatch
 ) -> Path:
-    """A run stopped after the last step of the language model, before the model was saved."""
+    """A run stopped after the last step of the language model, before the model was saved; an
+    earlier step was its best."""
+    validate_as_it_is = training._validate
+
+    def validate_worse(
+        module: Any, validate: Any, config: Any, history: training.History, *rest: Any
+    ) -> None:
+        def worse() -> dict[str, float]:
+            return {**validate(), "loss": float(history.step)}
+
+        validate_as_it_is(module, worse, config, history, *rest)
 
     def stop(*_: object) -> None:
         raise KeyboardInterrupt
@@ -828,6 +839,7 @@ def half_trained(
     (tiny_copy / "results.json").unlink()
     (tiny_copy / "metrics.jsonl").unlink()
     with monkeypatch.context() as patch:
+        patch.setattr(training, "_validate", validate_worse)
         patch.setattr(training, "_load_best", stop)
         assert rebm("train-lm", "tiny", *set_options, "--out", tiny_copy)[0] == 130
     assert (tiny_copy / "language_models" / "base.training" / "state.safetensors").is_file()

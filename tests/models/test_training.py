@@ -530,7 +530,8 @@ def test_state_of_another_network_is_a_user_error(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("fault", ["missing", "truncated"])
 def test_broken_best_is_a_user_error(tmp_path: Path, fault: str) -> None:
-    Task(training(), tmp_path).train()
+    losses = iter([1.0, 2.0, 3.0])
+    Task(training(), tmp_path).train(validate=lambda: {"loss": next(losses)})
     (best,) = tmp_path.glob("best-*.safetensors")
     if fault == "missing":
         best.unlink()
@@ -538,6 +539,25 @@ def test_broken_best_is_a_user_error(tmp_path: Path, fault: str) -> None:
         best.write_bytes(best.read_bytes()[:-1])
     with pytest.raises(UserError):
         Task(training(), tmp_path).train()
+
+
+@pytest.mark.parametrize("best_at", [5, 10, 12])
+def test_a_finished_training_resumed_ends_with_its_best_weights(
+    tmp_path: Path, best_at: int
+) -> None:
+    """The last ones are in the state, and nowhere else."""
+
+    def trained() -> Task:
+        losses = iter([0.0 if step == best_at else 1.0 for step in (5, 10, 12)])
+        task = Task(training(checkpoint_every=12), tmp_path)
+        history = task.train(validate=lambda: {"loss": next(losses)})
+        assert history.best_step == best_at
+        return task
+
+    first = trained()
+    bests = [path.name for path in tmp_path.glob("best-*")]
+    assert bests == ([] if best_at == 12 else [f"best-{best_at:07d}.safetensors"])
+    assert_same(trained().weights(), first.weights())
 
 
 def test_full_disk_loses_no_checkpoint(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -577,11 +597,11 @@ def test_finished_training_is_not_run_again(tmp_path: Path) -> None:
 
 def test_one_state_and_one_best_are_kept(tmp_path: Path) -> None:
     """A folder of a long training does not fill the disk with bests that were beaten."""
-    losses = iter(range(100, 0, -1))
+    losses = iter([*range(100, 89, -1), 1000])
     task = Task(training(validate_every=1, checkpoint_every=3), tmp_path)
     task.train(validate=lambda: {"loss": float(next(losses))})
     assert sorted(path.name for path in tmp_path.iterdir()) == [
-        "best-0000012.safetensors",
+        "best-0000011.safetensors",
         STATE,
     ]
 

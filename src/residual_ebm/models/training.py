@@ -208,7 +208,8 @@ def _validate(
     log.write(history.step, {f"validation_{name}": value for name, value in values.items()})
     if values["loss"] < history.best_loss:
         history.best_loss, history.best_step = values["loss"], history.step
-        _write_tensors(_best_path(folder, history.step), _copy(parameters), history)
+        if history.step < config.steps:  # the last ones are at hand
+            _write_tensors(_best_path(folder, history.step), _copy(parameters), history)
     if config.patience is not None and history.stale() >= config.patience:
         history.stopped_early = True
 
@@ -257,6 +258,8 @@ def _resume(
 
 
 def _load_best(folder: Path, parameters: dict[str, nn.Parameter], history: History) -> None:
+    if history.best_step == history.step:
+        return
     path = _best_path(folder, history.best_step)
     tensors, _ = _read_tensors(path)
     _copy_into(parameters, {name: tensors.get(name) for name in parameters}, path)
