@@ -42,6 +42,10 @@ _compiled_forwards: dict[tuple[Callable[..., Any], bool], Callable[..., Any]] = 
 # Calls of the C++ compiler beside each other, in threads: two take half of the time of one after
 # the other, and more gain little where a layer is a few dozen loops.
 torch._inductor.config.compile_threads = min(os.cpu_count() or 1, 4)
+# Whether the C++ compiler knows AVX at all, torch tries for seconds in processes of their own; what
+# is newer is tried apart, and where nothing can be built nothing is compiled anyway.
+if torch._inductor.config.cpp.vec_isa_ok is None:
+    torch._inductor.config.cpp.vec_isa_ok = True
 # Where torch is built for GPUs it would start processes as well, for loops that we do not compile.
 os.environ.setdefault("TORCH_WARM_POOL", "0")
 if sys.platform != "win32":  # a child would wait for its parent's threads
