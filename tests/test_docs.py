@@ -146,7 +146,7 @@ def test_the_readme_shows_a_row_for_every_model_of_quickstart() -> None:
         assert any(row.startswith(f"{model.name} ") for row in rows)
     for energy in recipe.energies:
         shown = [row for row in rows if re.match(rf"joint {energy.name} +[\d.]+ M ", row)]
-        assert len(shown) == 2, "as trained, and scaled"
+        assert 1 <= len(shown) <= 2, "as trained, and scaled where that makes a difference"
 
 
 def test_the_readme_lists_every_recipe() -> None:
