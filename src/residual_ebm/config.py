@@ -134,8 +134,7 @@ class LanguageModelConfig(Section):
         _check_scratch(self.source, self.architecture, self.training)
         if self.residual_of is not None and self.training is None:
             raise refusal("a residual must learn; add it", at="training", value="(missing)")
-        windows = self.validation_windows
-        if self.training is None and windows != _VALIDATION_WINDOWS:
+        if self.training is None and (windows := self.validation_windows) != _VALIDATION_WINDOWS:
             remedy = "no training validates this model as it is; remove it"
             raise refusal(remedy, at="validation_windows", value=windows)
         for key, value in (self.architecture or {}).items():
