@@ -17,8 +17,8 @@ from encoders import encoder
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
-from residual_ebm.models import last_layer, packed_linear, quick_attention
-from residual_ebm.models.compiled import compile_whole, compiled_layers
+from residual_ebm.models import compiled, last_layer, packed_linear, quick_attention
+from residual_ebm.models.compiled import compile_whole, compiled_layers, try_compiled
 from residual_ebm.models.decoding import UNTRUNCATED
 from residual_ebm.models.energy_inputs import TextInputs
 from residual_ebm.models.energy_networks import TransformerEnergy
@@ -365,6 +365,12 @@ def test_the_compiler_does_not_look_inside() -> None:
     model = toys.causal_model().bfloat16()
     layer = linears(model)[0]
     rows = torch.randn(300, layer.in_features).bfloat16()
+
+    def one_more(rows: Tensor) -> Tensor:
+        return layer(rows) + 1
+
     with packed_layers(model, FROM_ROWS):
-        compiled = compile_whole(lambda rows: layer(rows) + 1)
-        torch.testing.assert_close(compiled(rows), layer(rows) + 1, rtol=0.02, atol=0.02)
+        fused = compile_whole(one_more)
+        outcome = try_compiled(fused, one_more, rows)
+        assert fused not in compiled._broken
+        torch.testing.assert_close(outcome, one_more(rows), rtol=0.02, atol=0.02)

@@ -20,6 +20,7 @@ from transformers import PreTrainedModel
 
 from residual_ebm.models.device import has_tiles
 from residual_ebm.models.operators import operator
+from residual_ebm.models.plain_causal import parts_of
 
 # Rows: below, laying out a weight takes about as long as it saves.
 FROM_ROWS = 2**14
@@ -76,8 +77,7 @@ def _works() -> bool:
 def packed_layers(model: PreTrainedModel, num_rows: int) -> Iterator[None]:
     """Within, the linear layers of a model multiply in this way if so many rows will go through
     each that it pays; but for those of the vocabulary. Weights must not change."""
-    parts = [part for part in model.modules() if isinstance(part, PreTrainedModel)]
-    last = [part.get_output_embeddings() for part in parts]
+    last = [part.get_output_embeddings() for part in parts_of(model)]
     layers = [
         layer
         for layer in model.modules()
